@@ -98,8 +98,8 @@ def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, A
             name = f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
             with replacing(folder / name) as draft:
                 write_safetensors(of_state_dict(state, ours.parameters), draft, lambda nbytes: None)
-        for number, (_, engine) in enumerate(ours.optimizers):
-            tree = engine.streamed_state(
+        for number, optimizer in enumerate(ours.optimizers):
+            tree = optimizer.streamed_state(
                 lambda name, shape, read: lazy(name, torch.float32, shape, read)
             )
             with replacing(folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin") as draft:
@@ -208,7 +208,7 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
             engine.load_weights(file, hub=False, part=model)
         else:
             model.load_state_dict(torch.load(old, mmap=True, weights_only=True))
-    for number, (optimizer, _) in enumerate(ours.optimizers):
+    for number, optimizer in enumerate(ours.optimizers):
         optimizer.load_state_dict(folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin")
 
 
@@ -233,13 +233,9 @@ class _Ours:
         self.models = [(m, engine) for m in found if (engine := _engine_over(m)) is not None]
         engines = list({id(engine): engine for _, engine in self.models}.values())
         self.parameters = [p for engine in engines for p in engine.parameters]
-        self.optimizers = [
-            (each, engine)
-            for each in inner
-            if isinstance(each, OffloadedOptimizer)
-            for engine in engines
-            if engine.made is each
-        ]
+        made = [one for engine in engines if isinstance(engine.made, OffloadedOptimizer)
+                for one in engine.made.all_optimizers]  # fmt: skip
+        self.optimizers = [one for each in inner for one in made if one is each]
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
         if lacking or not self.models:
             raise OffloadError(

@@ -14,8 +14,9 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.integrations import accelerate as streaming
-from tests.devices import CPU, SIM
+from tests.devices import CPU, SIM, normal
 from tests.models import TinyLM, adamw, batch
+from tests.parity.nets import PLACES, WIDTH, Net, adam
 
 TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
 OTHER = {"device": CPU, "host_memory": "1MiB", "durable": False}
@@ -140,6 +141,64 @@ def test_models_that_share_an_optimizer(tmp_path: Path) -> None:
     assert near(train(there, 4), train(plain, 4))
     for made in (ours, again, there):
         made[3].optimizer.close()
+
+
+class Adversaries:
+    """A dict of two models under one accelerator, each with an optimizer and a schedule."""
+
+    def __init__(self, seed: int, store: Path | None, options: dict[str, Any]) -> None:
+        set_seed(seed)
+        nets = {"generator": Net(seed), "discriminator": Net(seed + 1)}
+        inner: list[Any] = [adam(net.parameters(), plain=store is None) for net in nets.values()]
+        if store is not None:
+            store.mkdir()
+            inner = overspill.wrap(nets, inner, nvme=store, rates=overspill.Rates(), **options)
+        self.accelerator = Accelerator(cpu=True)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in inner]
+        made = self.accelerator.prepare(
+            *nets.values(), *inner, *schedules, device_placement=[False] * 6
+        )
+        self.nets, self.optimizers, self.schedules = made[:2], made[2:4], made[4:]
+
+    def train(self, first: int) -> list[torch.Tensor]:
+        (generator, discriminator), losses = self.nets, []
+        for number in range(first, first + 4):
+            real, noise = normal(number, 6, WIDTH), normal(100 + number, 6, WIDTH)
+            fake = generator(noise)
+            self.optimizers[1].zero_grad()
+            judged = nn.functional.softplus(-discriminator(real))
+            judged = judged + nn.functional.softplus(discriminator(fake.detach()))
+            self.accelerator.backward(judged.mean())
+            self.optimizers[1].step()
+            self.optimizers[0].zero_grad()
+            fooled = nn.functional.softplus(-discriminator(fake)).mean()
+            self.accelerator.backward(fooled)
+            self.optimizers[0].step()
+            for schedule in self.schedules:
+                schedule.step()
+            losses += [judged.detach(), fooled.detach()]
+        return losses
+
+
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    plain = Adversaries(0, None, {})
+    ours = Adversaries(0, tmp_path / "a", PLACES["device"])
+    assert all(map(torch.equal, ours.train(0), plain.train(0)))
+    streaming.save_state(ours.accelerator, str(tmp_path / "ours"))
+    plain.accelerator.save_state(str(tmp_path / "plain"))
+    names = [{f.name for f in (tmp_path / each).iterdir()} for each in ("ours", "plain")]
+    assert names[0] == names[1] and "optimizer_1.bin" in names[0]
+    expected = plain.train(4)
+    assert all(map(torch.equal, ours.train(4), expected))
+    for folder, store in (("ours", "b"), ("plain", "c")):
+        again = Adversaries(5, tmp_path / store, PLACES["tight"])
+        streaming.load_state(again.accelerator, str(tmp_path / folder))
+        assert all(map(torch.equal, again.train(4), expected)), folder
+        again.optimizers[0].optimizer.close()
+    ours.optimizers[0].optimizer.close()
+    back = Adversaries(7, None, {})
+    back.accelerator.load_state(str(tmp_path / "ours"))
+    assert all(map(torch.equal, back.train(4), expected))
 
 
 def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
