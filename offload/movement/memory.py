@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from ..errors import OffloadError, format_bytes
 from ..facts.stats import MemoryStats
 from ..facts.tier import Tier
 from ..facts.trace import TierBytes
 from ..io_engine import Lease, allocate_host
+from ..planning.budgets import free_pages
 from ..planning.plan import Budgets
 from ..schedule.layout import Layout
 from .accelerators.base import Accelerator
@@ -182,10 +184,12 @@ class Memory:
         if tier is Tier.DEVICE:
             self._allocate_device()
         else:
+            leases = [each for each in (self.lease if self._at_once else None, self._unpacked)
+                      if each is not None]  # fmt: skip
+            _require_free(sum(lease.nbytes for lease in leases))
             try:
-                for lease in filter(None, (self.lease, self._unpacked)):
-                    if self._at_once or lease is self._unpacked:
-                        lease.populate()
+                for lease in leases:
+                    lease.populate()
                 if self.lease is not None:
                     self._lock(self.lease.address, self.lease.nbytes)
             except BaseException:
@@ -261,3 +265,17 @@ class Memory:
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Free everything; memory that ``watches`` report as still viewed is freed later."""
         self._held.close(watches)
+
+
+def _require_free(nbytes: int) -> None:
+    """Raise unless this many bytes of pages are free: taking more could end the process.
+
+    Raises:
+        OffloadError: fewer are free.
+    """
+    limit, free = min(free_pages().items(), key=lambda each: each[1])
+    if free < nbytes:
+        raise OffloadError(
+            f"{format_bytes(nbytes)} of host memory is needed, and {limit} has "
+            f"{format_bytes(free)} free"
+        )

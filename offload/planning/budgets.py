@@ -37,8 +37,7 @@ def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
     The limits are the machine's free memory, every control group of this process that has a limit,
     strict overcommit, and ``ulimit``.
     """
-    found = {MACHINE: int(psutil.virtual_memory().available)}
-    found |= {f"control group {each.group}": each.free_bytes for each in memory_limits(root)}
+    found = free_pages(root)
     found |= _strict_overcommit(root)
     limits = {what: resource.getrlimit(kind)[0] for what, (_, kind) in _RLIMITS.items()}
     if all(limit == resource.RLIM_INFINITY for limit in limits.values()):
@@ -49,6 +48,15 @@ def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
         if limit != resource.RLIM_INFINITY:
             found[_RLIMITS[what][0]] = max(0, limit - 1024 * int(value.split()[0]))
     return found
+
+
+def free_pages(root: Path = SYSTEM) -> dict[str, int]:
+    """Return the bytes of pages that this process can still take, by what limits them.
+
+    The limits are the machine's free memory, and every control group of this process that has one.
+    """
+    found = {MACHINE: int(psutil.virtual_memory().available)}
+    return found | {f"control group {each.group}": each.free_bytes for each in memory_limits(root)}
 
 
 def _strict_overcommit(root: Path) -> dict[str, int]:

@@ -391,6 +391,20 @@ def test_memory_that_is_taken_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
     trains(model, optimizer)
 
 
+def test_host_memory_that_is_taken_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would end a process that takes more than there is."""
+    model, optimizer = sleepy(tmp_path)
+    optimizer.sleep(host=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("overspill.movement.memory.free_pages", lambda: {"the machine": 4096})
+        with says("host memory is needed, and the machine has 4 KiB free", OffloadError):
+            optimizer.wake()
+        assert optimizer.memory[Tier.HOST].held_bytes == 0
+    trains(model, optimizer)
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = sleepy(tmp_path)
 
