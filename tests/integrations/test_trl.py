@@ -14,6 +14,7 @@ import torch
 import transformers
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 import overspill
 from overspill.integrations.transformers import offloaded
@@ -69,6 +70,17 @@ def unlike(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+def prompts_and_answers(rows: list[dict[str, str]]) -> dict[str, torch.Tensor]:
+    """A batch as GKD's collator makes it of chats, of which these words are none."""
+    ids = torch.tensor([[4 + int(word[1:]) for word in row["text"].split()] for row in rows])
+    labels = ids.clone()
+    labels[:, :10] = -100
+    return {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels,
+        "prompts": ids[:, :10], "prompt_attention_mask": torch.ones_like(ids[:, :10]),
+    }  # fmt: skip
+
+
 # By name: the trainer, its arguments' class, the rows, arguments, and what else the trainer takes.
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, TEXT, {}, dict),
@@ -95,6 +107,10 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any
         trl.DistillationTrainer, trl.DistillationConfig, [("prompt", 6)],
         {"max_completion_length": 8, "max_steps": 3},
         lambda: {"teacher_model": llama(seed=1)},
+    ),
+    "gkd": (
+        GKDTrainer, GKDConfig, TEXT, {"max_new_tokens": 8, "max_steps": 4, "lmbda": 0.7},
+        lambda: {"teacher_model": llama(seed=1), "data_collator": prompts_and_answers},
     ),
     "dpo lora": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}, lambda: {"peft_config": lora()}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}, dict),
