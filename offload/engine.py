@@ -364,7 +364,10 @@ class Engine(Closeable):
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``overspill.named_weights``; ``model``: the engine's, or a part of it."""
-        yield from self._by_name(model, self._weights.read)
+        try:
+            yield from self._by_name(model, self._weights.read)
+        finally:
+            self._contents.drop_read()
 
     def _by_name(
         self, model: nn.Module, read: Callable[[int], torch.Tensor]

@@ -420,13 +420,11 @@ class GradientCollector:
                 "was kept from before; put a clone() of it there"
             )
 
-    def leave_memory(self) -> tuple[str, ...]:
-        """Drop views of the memory of gradients, which is about to be freed."""
+    def leave_memory(self) -> None:
+        """Drop views of the memory of gradients, which are made again when they are needed."""
         self._own.clear()
-        return ()
 
-    def enter_memory(self) -> None:
-        """Do nothing: views are made when they are needed."""
+    memory_freed = enter_memory = leave_memory  # see MemoryUser
 
     def drop(self) -> None:
         """Forget all gradients."""

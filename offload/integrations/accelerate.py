@@ -233,9 +233,10 @@ class _Ours:
         self.models = [(m, engine) for m in found if (engine := _engine_over(m)) is not None]
         engines = list({id(engine): engine for _, engine in self.models}.values())
         self.parameters = [p for engine in engines for p in engine.parameters]
-        made = [one for engine in engines if isinstance(engine.made, OffloadedOptimizer)
-                for one in engine.made.all_optimizers]  # fmt: skip
-        self.optimizers = [one for each in inner for one in made if one is each]
+        made = (each.made for each in engines)
+        ours = [one for optimizer in made if isinstance(optimizer, OffloadedOptimizer)
+                for one in optimizer.all_optimizers]  # fmt: skip
+        self.optimizers = [one for each in inner for one in ours if one is each]
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
         if lacking or not self.models:
             raise OffloadError(

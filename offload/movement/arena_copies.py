@@ -19,11 +19,12 @@ from ..io_engine import Extent, IoEngine, Lease, Ticket, allocate_host
 from ..schedule.arena import Place
 from ..schedule.units import PAGE, align
 from .accelerators.base import Accelerator
+from .compute_use import ComputeUse
 from .memory import Memory
 from .pools import Reservation
 
 PIECE_BYTES = 16 << 20
-AT_ONCE = 4  # transfers
+AT_ONCE = 2  # transfers
 
 
 class ArenaPiece(NamedTuple):
@@ -45,16 +46,20 @@ class ArenaCopies:
     """Makes the copies, reads them, and puts them back."""
 
     def __init__(
-        self, memory: Memory, accelerator: Accelerator, folders: Sequence[Path], *, checksum: bool
-    ) -> None:
-        """Set up; ``folders``: directories for copies on disk; empty: there are none."""
-        self._memory, self._accelerator = memory, accelerator
+        self, memory: Memory, accelerator: Accelerator, compute: ComputeUse,
+        folders: Sequence[Path], *, checksum: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            compute: orders other work after these copies.
+            folders: directories for copies on disk; empty: there are none.
+        """
+        self._memory, self._accelerator, self._compute = memory, accelerator, compute
         self._folders, self._checksum = folders, checksum
         self._all: list[_Copy] = []
         self._leases: list[Lease] = []
         self._files: list[IoEngine] = []
         self._reserved: dict[Tier, list[Reservation]] = {Tier.HOST: [], Tier.NVME: []}
-        self._last: tuple[_Copy, torch.Tensor] | None = None  # the last one read from disk
 
     def require_disk(self) -> None:
         """Raise unless there is a directory for copies.
@@ -182,12 +187,9 @@ class ArenaCopies:
         if copy.memory is not None:
             return copy.memory
         assert copy.extent is not None and copy.files is not None
-        if self._last is None or self._last[0] is not copy:
-            self._last = None
-            memory = torch.from_numpy(allocate_host(copy.extent.padded_bytes).array)
-            copy.files.read(copy.extent, memory.numpy()).wait()
-            self._last = copy, memory
-        return self._last[1]
+        memory = torch.from_numpy(allocate_host(copy.extent.padded_bytes).array)
+        copy.files.read(copy.extent, memory.numpy()).wait()
+        return memory
 
     def restore(self, targets: Sequence[ArenaPiece]) -> None:
         """Fill pieces from their copies.
@@ -210,12 +212,13 @@ class ArenaCopies:
     def _fill(self, target: ArenaPiece, source: torch.Tensor) -> None:
         if target.on_device:
             self._copy(target.memory, source, device=target.memory)
+            self._compute.mark(target.place)
         else:
             target.memory.copy_(source)
 
     def close(self) -> None:
         """Drop all copies."""
-        self._all, self._last = [], None
+        self._all = []
         self._free(Tier.HOST)
         while self._files:
             self._files.pop().close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..facts.tier import Tier
-from ..io_engine import Extent, IoEngine
+from ..io_engine import Extent, IoEngine, allocate_host
 from ..io_engine.ranges import FileRanges
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -92,6 +92,16 @@ class DirectAccess:
             else:
                 self._read(self._extents.source(item, newest), memory)
         return place
+
+    def copy_asleep(self, item: Key) -> torch.Tensor:
+        """Return a copy of an item's bytes while the engine sleeps, without using its place."""
+        if not self._on_disk(item):
+            return self._executor.arenas.bytes_of(self.place(item))
+        place, newest, _ = self._locate(item)
+        memory = torch.from_numpy(allocate_host(max(1, place.nbytes)).array)[: place.nbytes]
+        if newest >= 0 and place.nbytes:
+            self._read(self._extents.source(item, newest), memory)
+        return memory
 
     def store(self, item: Key, *, first: bool = False) -> None:
         """Make the bytes at the item's place current in every tier that keeps a lasting copy.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ from .uninterruptible_thread import UninterruptibleThread
 # in the arenas stay valid, and no item moves while the engine sleeps.
 #
 # Host memory keeps its addresses (``Lease.discard``).  The device arena is allocated anew, so
-# everything that points into it is dropped before (``leaves``) and made again (``enters``).
+# everything that points into it (``MemoryUser``) is dropped before, and made again.
 #
 # Files of copies have no name, so that they vanish with the process.
 #
@@ -40,8 +40,26 @@ from .uninterruptible_thread import UninterruptibleThread
 # or computes calls ``wake`` first, through ``DirectAccess.finish``, ``OnloadedUnits`` or ``Loop``.
 # The executor refuses to move anything before that, so a missing call would be an error.
 
-F = TypeVar("F", bound=Callable[..., Any])
 _ASLEEP = (Tier.HOST, Tier.DEVICE)  # in the order in which memory is taken back
+
+
+class MemoryUser(Protocol):
+    """A part of the engine that points into the arenas.
+
+    All methods may be called again after an exception.
+    """
+
+    def leave_memory(self) -> Sequence[str] | None:
+        """Drop pointers into the arenas; return the units, if any, to which user code points."""
+        ...
+
+    def memory_freed(self) -> None:
+        """Adjust to memory that was freed, after ``leave_memory``."""
+        ...
+
+    def enter_memory(self) -> None:
+        """Point into the arenas again, which may be elsewhere; the opposite of ``leave_memory``."""
+        ...
 
 
 class Sleeping:
@@ -59,21 +77,17 @@ class Sleeping:
         self._memory, self._executor, self._accelerator = memory, executor, accelerator
         self._registered, self._arenas = io, memory.arenas
         self._thread = UninterruptibleThread("overspill-sleep")
-        self._copies = ArenaCopies(memory, accelerator, folders, checksum=checksum)
+        self._copies = ArenaCopies(
+            memory, accelerator, executor.compute, folders, checksum=checksum
+        )
         self._away: set[Tier] = set()  # tiers whose memory was given back
-        self._leaves: list[weakref.WeakMethod[Callable[[], Sequence[str]]]] = []
-        self._enters: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._left = False  # whether ``enters`` are due
+        self._users: list[weakref.ref[MemoryUser]] = []
+        self._left = False  # whether ``enter_memory`` of the users is due
 
-    def around(self, leaves: Callable[[], Sequence[str]], enters: Callable[[], None]) -> None:
-        """Call ``leaves`` before memory is freed, and ``enters`` when it was allocated again.
-
-        ``leaves`` drops pointers into the arenas, and returns the names of the units to which user
-        code still points.  Both may be called again after an exception.
-        """
-        # Weak, as the executor's thread refers to this object, and these to the model.
-        self._leaves.append(weakref.WeakMethod(leaves))
-        self._enters.append(weakref.WeakMethod(enters))
+    def around(self, user: MemoryUser) -> None:
+        """Call ``user`` before memory is freed, and when it was allocated again."""
+        # Weak, as the executor's thread refers to this object, and users to the model.
+        self._users.append(weakref.ref(user))
 
     @property
     def asleep(self) -> bool:
@@ -101,14 +115,17 @@ class Sleeping:
         try:
             self._thread.run(lambda: self._give_back(tiers, host=host))
         finally:
-            if not self.asleep:
+            if self.asleep:
+                for user in self._living():
+                    user.memory_freed()
+            else:
                 self._enter()
 
     def _leave(self) -> None:
         self._left = True
         names: set[str] = set()
         for collect in (True, False):
-            names = {name for leaves in _alive(self._leaves) for name in leaves()}
+            names = {name for user in self._living() for name in user.leave_memory() or ()}
             if names and collect:
                 gc.collect()  # a graph in a reference cycle
         if not names:
@@ -122,9 +139,12 @@ class Sleeping:
         )
 
     def _enter(self) -> None:
-        for enters in _alive(self._enters):
-            enters()
+        for user in self._living():
+            user.enter_memory()
         self._left = False
+
+    def _living(self) -> Iterator[MemoryUser]:
+        return (user for each in self._users if (user := each()) is not None)
 
     def _give_back(self, tiers: Sequence[Tier], *, host: bool) -> None:
         self._accelerator.synchronize()
@@ -215,10 +235,6 @@ class Sleeping:
         """End the thread, and drop the copies."""
         self._thread.close()
         self._copies.close()
-
-
-def _alive(methods: Iterable[weakref.WeakMethod[F]]) -> Iterator[F]:
-    return (method for each in methods if (method := each()) is not None)
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

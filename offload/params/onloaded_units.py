@@ -37,7 +37,7 @@ class OnloadedUnits:
         parts = self.parts = runtime.parts
         self.executor, self.accelerator = runtime.executor, runtime.accelerator
         self._held, self._stubs, self._wake = held, stubs, runtime.sleeping.wake
-        runtime.sleeping.around(self.leave_memory, self.enter_memory)
+        runtime.sleeping.around(self)
         count = len(parts.units)
         layout = runtime.layout
         self.fixed = [home.resident for home in layout.homes]
@@ -102,6 +102,7 @@ class OnloadedUnits:
         engine memory that may still be in use."""
         for unit in range(len(self.fixed)):
             self._withdraw(unit)
+            self._unit_params.outdate(unit)
         return [*(watch for _, watch in self._left), *self._held.watches]
 
     def _withdraw(self, unit: int) -> None:
@@ -120,6 +121,11 @@ class OnloadedUnits:
         self._left = [(unit, watch) for unit, watch in self._left if not watch.expired]
         found = self._held.in_use.union(unit for unit, _ in self._left)
         return [self.parts.units[unit].name for unit in sorted(found)]
+
+    def memory_freed(self) -> None:
+        """Make graphs that saved resident parameters themselves fail in backward."""
+        for unit in self._fixed_units:
+            self._unit_params.outdate(unit)
 
     def enter_memory(self) -> None:
         """Point resident parameters at their weights again, which may have moved."""

@@ -67,7 +67,10 @@ class UnitParams:
         self.edits.shown(unit)
 
     def withdraw(self, unit: int) -> None:
-        """Point hidden parameters at placeholders; graphs that saved them fail in backward."""
+        """Point hidden parameters at placeholders."""
         self.hides_as(unit, None)
         self.hide(unit)
+
+    def outdate(self, unit: int) -> None:
+        """Make graphs that saved parameters themselves fail in backward; this counts as no edit."""
         self.edits.outdate(unit, lambda _: bool(self._managed[unit]))

@@ -74,6 +74,7 @@ class Contents:
 
     def __init__(self, layout: Layout, arenas: Arenas, direct: DirectAccess) -> None:
         self._layout, self._arenas, self._direct = layout, arenas, direct
+        self._read: tuple[int, torch.Tensor] | None = None  # a unit, and its bytes, read asleep
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -282,20 +283,29 @@ class Contents:
         """Take memory back that was given back."""
         self._direct.finish()
 
-    def weight(self, unit: int, index: int) -> torch.Tensor:
-        """Return a copy of a parameter's weight on the CPU, in its shape and dtype."""
-        place, each = self._direct.bring(Key(Kind.WEIGHTS, unit)), self._layout.units[unit]
+    def asleep_copy(self, unit: int, index: int) -> torch.Tensor:
+        """Return a copy of a parameter's weight on the CPU; keep its unit until ``drop_read``."""
+        if self._read is None or self._read[0] != unit:
+            self._read = None
+            self._read = unit, self._direct.copy_asleep(Key(Kind.WEIGHTS, unit))
+        memory, each = self._read[1], self._layout.units[unit]
         for number, (chunk, spec) in enumerate(each.params):
             if spec.index != index:
                 continue
             value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
             if self._in_page(each):
-                unpack_param(spec, each.page[number], self._arenas.bytes_of(place).cpu(), value)
+                unpack_param(spec, each.page[number], memory, value)
             else:
-                flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
-                value.copy_(flat[spec.offset : spec.offset + spec.numel])
+                first = chunk.byte_offset + spec.offset * chunk.dtype.itemsize
+                value.copy_(memory.narrow(0, first, value.nbytes).view(chunk.dtype))
             return spec.shaped(value)
         raise KeyError(index)
+
+    def drop_read(self) -> None:
+        """Drop what ``asleep_copy`` keeps."""
+        self._read = None
+
+    leave_memory = memory_freed = enter_memory = drop_read  # see MemoryUser
 
     def is_finite(self, unit: int) -> bool:
         """Return whether all trained weights, masters and moments of a unit are finite."""

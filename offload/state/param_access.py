@@ -92,7 +92,8 @@ class ParamAccess:
     def _copy(self, index: int) -> torch.Tensor:
         unit = self._parts.unit_of[index]
         if self._contents.asleep:
-            return self._contents.weight(unit, index).to(self._onloaded_units.accelerator.device)
+            there = self._onloaded_units.accelerator.device
+            return self._contents.asleep_copy(unit, index).to(there)
         hidden = self._begin_reading(unit)
         try:
             return self._onloaded_units.weight(index).clone()
@@ -125,10 +126,10 @@ class ParamAccess:
 
     def _begin_computing(self, unit: int) -> list[int]:
         self._begin(unit)
-        self._contents.wake()
         return self._begin_reading(unit, computing=True)
 
     def _begin_reading(self, unit: int, *, computing: bool = False) -> list[int]:
+        self._contents.wake()
         for again in (True, False):
             try:
                 if computing and torch_private.in_backward():

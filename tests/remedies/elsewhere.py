@@ -8,19 +8,19 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/movement/arena_copies.py", "pass nvme= (a directory) to wrap"): (
-        "tests/parity/test_sleep.py::test_no_disk_for_host_memory"
+        "tests/robust/test_sleep_refused.py::test_no_disk_for_host_memory"
     ),
     ("offload/movement/memory.py", "or pass nvme= to wrap, so that"): (
-        "tests/parity/test_sleep.py::test_no_room_for_copies_of_device_memory"
+        "tests/robust/test_sleep_refused.py::test_no_room_for_copies_of_device_memory"
     ),
     ("offload/movement/sleeping.py", "delete them (del loss, output)"): (
-        "tests/parity/test_sleep.py::test_a_tensor_over_a_slot"
+        "tests/robust/test_sleep_refused.py::test_a_tensor_over_a_slot"
     ),
     ("offload/movement/sleeping.py", "call backward(), or delete its loss"): (
-        "tests/parity/test_sleep.py::test_activations_in_host_memory"
+        "tests/robust/test_sleep_refused.py::test_activations_in_host_memory"
     ),
     ("offload/movement/sleeping.py", "free what uses it now"): (
-        "tests/parity/test_sleep.py::test_memory_that_is_taken_meanwhile"
+        "tests/robust/test_sleep_refused.py::test_memory_that_is_taken_meanwhile"
     ),
     ("offload/api.py", "unwrap all of them in one call"): (
         "tests/parity/test_several_models.py::test_weights_of_one_model_and_of_all"
