@@ -215,12 +215,13 @@ class Lease:
         return page * int(np.count_nonzero(there & 1))
 
     def discard(self) -> None:
-        """Returns the pages to the system and keeps the addresses: what is read next is zeros.
+        """Frees the pages and keeps the addresses; later reads return zeros.
 
-        No transfer may be on its way, and nothing may have locked the pages (``IoEngine.forget``).
+        No transfer may be on its way.  Pages that are pinned, as by ``IoEngine.register``, are
+        freed once they are unpinned.
 
         Raises:
-            OffloadError: the system refuses, since something has locked them.
+            OffloadError: the pages are locked with ``mlock``.
         """
         mapping = self._mapping
         if mapping is None:
@@ -228,11 +229,11 @@ class Lease:
         if _libc.madvise(mapping.address, mapping.nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
             raise OffloadError(
-                f"cannot return {mapping.nbytes} bytes of host memory: {os.strerror(code)}"
+                f"cannot free {mapping.nbytes} bytes of host memory: {os.strerror(code)}"
             )
 
     def populate(self) -> None:
-        """Takes all pages now, as ``allocate_host`` does, such as after ``discard``.
+        """Allocates all pages now, as ``allocate_host`` does, such as after ``discard``.
 
         Raises:
             OffloadError: the system has not that much memory to give.

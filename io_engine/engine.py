@@ -238,13 +238,12 @@ class IoEngine:
         known = lease.address, lease.nbytes, os.getpid()
         lease.before_release(partial(forget_memory, mover, *known))
 
-    def forget(self, lease: Lease) -> None:
-        """Undoes ``register`` for now: the pages are not locked any more, once the backend's thread
-        has heard of it, and may be discarded.  ``remember`` locks them again."""
+    def unregister(self, lease: Lease) -> None:
+        """Ends ``register`` for now.  The backend's thread unpins the pages soon after."""
         self._backend.drop_memory(lease.address, lease.nbytes)
 
-    def remember(self, lease: Lease) -> None:
-        """Uses a lease as after ``register``, although it was forgotten meanwhile."""
+    def register_again(self, lease: Lease) -> None:
+        """Registers a lease after ``unregister``."""
         self._backend.add_memory(lease.address, lease.nbytes)
 
     def _buffer_back(self, nbytes: int) -> None:

@@ -367,7 +367,7 @@ class Engine(Closeable):
         try:
             yield from self._by_name(model, self._weights.read)
         finally:
-            self._contents.drop_read()
+            self._contents.drop_cached_unit()
 
     def _by_name(
         self, model: nn.Module, read: Callable[[int], torch.Tensor]

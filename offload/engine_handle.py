@@ -43,29 +43,29 @@ class EngineHandle:
         save_trace(self._engine.trace, as_path(path, "path"))
 
     def sleep(self, *, host: bool = False) -> None:
-        """Give memory back until the next use, such as to generate with another engine.
+        """Free the device memory, and with ``host`` the host memory, until the next use.
 
-        Waits for updates and transfers, commits if there is a durable store, and frees the device
-        memory; with ``host`` also the host memory.  What was in device memory is copied to host
-        memory, or to ``nvme`` if its budget has no room; what was in host memory to ``nvme``.
-        The copies vanish with the process.
+        Waits for updates and transfers, and commits if there is a durable store.  What the freed
+        memory holds is copied: from the device to host memory, or to ``nvme`` if ``host_memory``
+        has no room for it; with ``host``, all of it to ``nvme``.  Copies on disk are lost with the
+        process.
 
-        The next forward, step or edit takes the memory back, as ``wake`` does.  Meanwhile weights
-        can be read: ``overspill.named_weights(model)`` passes them to another engine.
+        The next forward, step or edit takes the memory back, as ``wake`` does.  Weights can be read
+        meanwhile, with ``overspill.named_weights`` one at a time.
 
         Example::
 
             optimizer.sleep()
-            rollout.load(overspill.named_weights(model))  # an engine that generates, say
-            samples = rollout.generate(prompts)
-            rollout.sleep()
-            loss = policy_loss(model, samples)  # wakes
+            samples = generate(overspill.named_weights(model), prompts)  # by vLLM, say
+            policy_loss(model, samples).backward()  # takes the memory back
 
         Raises:
-            BudgetError: no budget has room for the copies; nothing changes.
-            IoError: the disk has no room for the copies; nothing changes.
-            OffloadError: the model runs, a graph or another tensor still refers to its weights, or
-                ``host`` needs ``nvme=``; nothing changes.
+            BudgetError, IoError: there is no room for the copies; except for the commit, nothing
+                has changed.
+            OffloadError: the model runs, a graph or another tensor still refers to its weights,
+                ``host`` needs ``nvme=``, ``update="backward"`` has begun a step, the model is
+                materialized, or this is not the training thread; nothing has changed.  Or the model
+                is under FSDP2 or DDP.
         """
         refuse_reentry()
         if not isinstance(host, bool):
@@ -73,11 +73,13 @@ class EngineHandle:
         self._engine.sleep(host=host)
 
     def wake(self) -> None:
-        """Take back the memory that ``sleep`` has given back, as the next use would.
+        """Take back the memory that ``sleep`` has freed, as the next use would.
 
         Raises:
-            OffloadError: there is not enough memory now; nothing is lost, and a later call, or use,
-                can succeed.
+            OffloadError: there is not enough memory now.  Nothing is lost, and a later call, or the
+                next use, can succeed.
+            IoError, CorruptionError: a copy on disk cannot be read.  With a durable store, call
+                ``close()`` and ``overspill.resume``.
         """
         refuse_reentry()
         self._engine.wake()

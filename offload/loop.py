@@ -71,7 +71,7 @@ class Loop:
         self._weights, self._materializing, self._averages = weights, materializing, averages
         self._backward_updates, self._collector, self._held = backward_updates, collector, held
         self._stepping, self._commits, self._tuner = stepping, commits, tuner
-        runtime.sleeping.around(collector)
+        runtime.sleeping.add_user(collector)
 
     def require(self) -> None:
         """Raise after ``close`` and after a failure."""

@@ -420,11 +420,11 @@ class GradientCollector:
                 "was kept from before; put a clone() of it there"
             )
 
-    def leave_memory(self) -> None:
+    def detach_memory(self) -> None:
         """Drop views of the memory of gradients, which are made again when they are needed."""
         self._own.clear()
 
-    memory_freed = enter_memory = leave_memory  # see MemoryUser
+    memory_freed = attach_memory = detach_memory  # see MemoryUser
 
     def drop(self) -> None:
         """Forget all gradients."""

@@ -1,4 +1,4 @@
-"""Copies of bytes of the memory arenas, in host memory or on disk, while their memory is free."""
+"""Copies of bytes of the memory arenas, in host memory or on disk, while the arenas are freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..schedule.arena import Place
 from ..schedule.units import PAGE, align
 from .accelerators.base import Accelerator
 from .compute_use import ComputeUse
-from .memory import Memory
+from .memory import Memory, require_free
 from .pools import Reservation
 
 PIECE_BYTES = 16 << 20
@@ -70,7 +70,7 @@ class ArenaCopies:
         if not self._folders:
             raise OffloadError(
                 "sleep(host=True) copies host memory to disk: pass nvme= (a directory) to wrap, or "
-                "call sleep() to give back device memory only"
+                "call sleep() to free device memory only"
             )
 
     @property
@@ -116,19 +116,21 @@ class ArenaCopies:
         if not nbytes:
             return []
         reservation = self._memory.reserve_copy(Tier.HOST, nbytes)
+        made, at = list[_Copy](), 0
         try:
+            require_free(nbytes)
             lease = allocate_host(nbytes)
-        except BaseException:
+            room = torch.from_numpy(lease.array)
+            for each in sources:
+                copy = room.narrow(0, at, each.place.nbytes)
+                self._copy(copy, each.memory, device=each.memory)
+                made.append(_Copy(each.place, copy))
+                at += align(each.place.nbytes, PAGE)
+        except BaseException:  # the lease ends with its last view
             reservation.release()
             raise
         self._reserved[Tier.HOST].append(reservation)
         self._leases.append(lease)
-        room, made, at = torch.from_numpy(lease.array), list[_Copy](), 0
-        for each in sources:
-            copy = room.narrow(0, at, each.place.nbytes)
-            self._copy(copy, each.memory, device=each.memory)
-            made.append(_Copy(each.place, copy))
-            at += align(each.place.nbytes, PAGE)
         return made
 
     def _on_disk(self, sources: Sequence[ArenaPiece]) -> list[_Copy]:
@@ -192,10 +194,10 @@ class ArenaCopies:
         return memory
 
     def restore(self, targets: Sequence[ArenaPiece]) -> None:
-        """Fill pieces from their copies.
+        """Fill pieces from their copies, and forget these copies.
 
         Raises:
-            IoError, CorruptionError: a copy on disk cannot be read.
+            IoError, CorruptionError: a copy on disk cannot be read; no copy is forgotten.
         """
         copies = {copy.place: copy for copy in self._all}
         with _Flights() as flights:
@@ -208,6 +210,8 @@ class ArenaCopies:
                 memory = flights.buffer(each.place.nbytes) if each.on_device else each.memory
                 ticket = copy.files.read(copy.extent, memory.numpy())
                 flights.add(ticket, partial(self._fill, each, memory) if each.on_device else None)
+        done = {each.place for each in targets}
+        self._all = [copy for copy in self._all if copy.place not in done]
 
     def _fill(self, target: ArenaPiece, source: torch.Tensor) -> None:
         if target.on_device:

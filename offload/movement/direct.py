@@ -30,7 +30,7 @@ class DirectAccess:
         self, layout: Layout, executor: Executor, io: IoEngine | None, disks: Disks,
         extents: Extents, wake: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Set up; ``wake``: called before anything is used, in case memory was given back."""
+        """Set up; ``wake``: called before anything is used, in case memory is freed."""
         self._wake = wake
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
         self._disks = disks
@@ -93,7 +93,7 @@ class DirectAccess:
                 self._read(self._extents.source(item, newest), memory)
         return place
 
-    def copy_asleep(self, item: Key) -> torch.Tensor:
+    def read_item_asleep(self, item: Key) -> torch.Tensor:
         """Return a copy of an item's bytes while the engine sleeps, without using its place."""
         if not self._on_disk(item):
             return self._executor.arenas.bytes_of(self.place(item))
@@ -109,7 +109,9 @@ class DirectAccess:
         Args:
             first: these are the item's first bytes, which go to the extent that is read next.
         """
-        assert self._executor.arenas.elsewhere is None, f"{item} is written while the engine sleeps"
+        assert self._executor.arenas.read_freed is None, (
+            f"{item} is written while the engine sleeps"
+        )
         role: int | None = None
         if self._on_disk(item):
             place, _, target = self._locate(item)

@@ -196,7 +196,7 @@ class Executor:
                 self._finished(instruction, error)
 
     def _start(self, work: Work) -> None:
-        assert self.arenas.elsewhere is None or _may_start_asleep(work), f"{work} while it sleeps"
+        assert self.arenas.read_freed is None or _may_start_asleep(work), f"{work} while it sleeps"
         if isinstance(work, Update) and work.visit is not None:
             self._device_updates.start(work)
         elif isinstance(work, (Clear, Accumulate, Update)):
@@ -267,11 +267,10 @@ class Executor:
 
 
 def _may_start_asleep(work: Work) -> bool:
-    """Return whether work touches none of the memory that ``sleep`` gives back.
+    """Return whether work touches none of the memory that ``sleep`` frees.
 
     A commit only records where the items are, as all writes are over.  Saved tensors are in memory
-    of PyTorch's allocator, and move through host memory that has no contents while it is given
-    back.
+    of PyTorch's allocator, and move through host memory that has no contents while it is freed.
     """
     if isinstance(work, (Read, Write, CopyIn, CopyOut)):
         return work.item.kind is Kind.SAVED

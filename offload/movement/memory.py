@@ -1,4 +1,4 @@
-"""The memory of one engine: budgets per tier, and what is allocated within them until ``close``."""
+"""The memory of one engine: budgets per tier, and what is allocated within them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch, Reservation
 
 
 class Memory:
-    """Both arenas, allocated at construction; ``close`` frees them.
+    """Both arenas, allocated at construction.
+
+    ``free_tier`` and ``reallocate_tier`` free them for a while, and ``close`` for good.
 
     Attributes:
         lease: the host arena, as disk transfers use it.
@@ -46,7 +48,7 @@ class Memory:
         self.pageable_bytes = 0
         self._annexed: Lease | None = None
         self._unpacked: Lease | None = None
-        self._away: set[Tier] = set()
+        self._freed: set[Tier] = set()
         self._device_bytes = regions.device_bytes
         self._held = HeldMemory()
         try:
@@ -135,7 +137,7 @@ class Memory:
         self._budgets[Tier.HOST].reserve(nbytes, "the reader of weight files", remedy)
 
     def reserve_copy(self, tier: Tier, nbytes: int) -> Reservation:
-        """Reserve memory, or disk space, for a copy of memory that is given back.
+        """Reserve memory, or disk space, for a copy of memory that is about to be freed.
 
         Raises:
             BudgetError: the budget has less.
@@ -144,12 +146,12 @@ class Memory:
             Tier.HOST: "raise host_memory, or pass nvme= to wrap, so that the copy can be on disk",
             Tier.NVME: "raise nvme_memory",
         }[tier]
-        return self._budgets[tier].reserve(nbytes, "a copy of what sleep() gives back", remedy)
+        return self._budgets[tier].reserve(nbytes, "a copy of what sleep() frees", remedy)
 
-    # -- giving back ----------------------------------------------------------------------------
+    # -- sleep ----------------------------------------------------------------------------------
 
     def has(self, tier: Tier) -> bool:
-        """Return whether there is memory of a tier that ``give_back`` would free."""
+        """Return whether there is memory of a tier that ``free_tier`` would free."""
         if tier is Tier.DEVICE:
             return self._accelerator.has_device_memory and self.arenas.device is not None
         return bool(self._leases)
@@ -159,12 +161,12 @@ class Memory:
         leases = self.lease, self._unpacked, self._annexed
         return [lease for lease in leases if lease is not None]
 
-    def give_back(self, tier: Tier) -> None:
-        """Free the memory of a tier, but not its addresses in host memory; contents are lost."""
-        self._away.add(tier)
+    def free_tier(self, tier: Tier) -> None:
+        """Free the memory of a tier.  Host memory keeps its addresses; contents are lost."""
+        self._freed.add(tier)
         if tier is Tier.DEVICE:
             self._free_device()
-            self._accelerator.trim()
+            self._accelerator.empty_cache()
         else:
             for lease in self._leases:
                 self._accelerator.page_unlock(lease.address, lease.nbytes)
@@ -175,8 +177,8 @@ class Memory:
             self._count_saved()
         self._held.release(self._budgets[tier])
 
-    def take_back(self, tier: Tier) -> None:
-        """Allocate what ``give_back`` has freed.
+    def reallocate_tier(self, tier: Tier) -> None:
+        """Allocate what ``free_tier`` has freed.
 
         Raises:
             OffloadError, RuntimeError: there is not that much memory now; nothing stays allocated.
@@ -186,17 +188,17 @@ class Memory:
         else:
             leases = [each for each in (self.lease if self._at_once else None, self._unpacked)
                       if each is not None]  # fmt: skip
-            _require_free(sum(lease.nbytes for lease in leases))
+            require_free(sum(lease.nbytes for lease in leases))
             try:
                 for lease in leases:
                     lease.populate()
                 if self.lease is not None:
                     self._lock(self.lease.address, self.lease.nbytes)
             except BaseException:
-                self.give_back(tier)
+                self.free_tier(tier)
                 raise
         self._held.renew(self._budgets[tier])
-        self._away.discard(tier)
+        self._freed.discard(tier)
 
     # -- figures --------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class Memory:
         These are pages not touched yet, and the room for activations.
         """
         host = 0
-        if Tier.HOST not in self._away:
+        if Tier.HOST not in self._freed:
             host = sum(each.nbytes - min(each.nbytes, each.resident_bytes())
                        for each in self._leases if each is not self._unpacked)  # fmt: skip
         saved = max(0, self._room.compute - self._saved_here)
@@ -267,7 +269,7 @@ class Memory:
         self._held.close(watches)
 
 
-def _require_free(nbytes: int) -> None:
+def require_free(nbytes: int) -> None:
     """Raise unless this many bytes of pages are free: taking more could end the process.
 
     Raises:

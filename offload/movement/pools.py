@@ -1,4 +1,4 @@
-"""Budgets, and the two memory arenas of an engine, both allocated at the start."""
+"""Budgets, and the two memory arenas of an engine."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Arenas:
     """One flat uint8 tensor per memory tier, and typed views into them.
 
     Attributes:
-        elsewhere: while memory of the arenas is given back, returns a copy of a place in it, or
+        read_freed: while memory of the arenas is freed, returns a copy of a place in it, or
             ``None`` for a place without contents; else ``None``.
     """
 
@@ -122,14 +122,14 @@ class Arenas:
         annex: Annex | None = None,
     ) -> None:  # fmt: skip
         self.host, self.device, self.annex = host, device, annex
-        self.elsewhere: Callable[[Place], torch.Tensor | None] | None = None
+        self.read_freed: Callable[[Place], torch.Tensor | None] | None = None
 
     def bytes_of(self, place: Place) -> torch.Tensor:
         """Return the flat uint8 view of a place.
 
-        While its memory is given back, this is a copy, which must only be read.
+        While its memory is freed, this is a copy, which must only be read.
         """
-        if self.elsewhere is not None and (copy := self.elsewhere(place)) is not None:
+        if self.read_freed is not None and (copy := self.read_freed(place)) is not None:
             return copy
         if self.annex is not None and self.annex.has(place):
             return self.annex.bytes_of(place)

@@ -1,4 +1,4 @@
-"""Memory that the engine gives back while it is not used: ``sleep``, and ``wake`` at its next use.
+"""Memory that the engine frees until its next use: ``sleep`` and ``wake``.
 
 See Note [Sleep].
 """
@@ -25,22 +25,23 @@ from .memory import Memory
 from .uninterruptible_thread import UninterruptibleThread
 
 # Note [Sleep]
-# ``sleep`` frees the device arena, and with ``host=True`` the pages of host memory.  Everything has
-# come to rest before, so what the arenas hold are the fixed homes, and gradients that wait for a
-# step.  These bytes are copied as they are: those of the device to host memory if its budget has
-# room, else to disk; those of host memory to disk.  The residency machine is not involved: offsets
-# in the arenas stay valid, and no item moves while the engine sleeps.
+# ``sleep`` frees the device arena, and with ``host=True`` the pages of host memory.  All updates
+# and transfers have ended before, so the arenas contain only items with a fixed place, and
+# gradients that wait for a step.  Their bytes are copied as they are: those of the device to host
+# memory if its budget has room, else to disk; those of host memory to disk.  The residency machine
+# is not involved: offsets in the arenas stay valid.
 #
 # Host memory keeps its addresses (``Lease.discard``).  The device arena is allocated anew, so
-# everything that points into it (``MemoryUser``) is dropped before, and made again.
+# everything that points into it (``MemoryUser``) is detached before, and attached again.
 #
-# Files of copies have no name, so that they vanish with the process.
+# The files of copies have no name, so that they vanish with the process.
 #
-# Meanwhile weights can be read: ``Arenas.bytes_of`` returns copies of the copies.  Whatever writes
-# or computes calls ``wake`` first, through ``DirectAccess.finish``, ``OnloadedUnits`` or ``Loop``.
-# The executor refuses to move anything before that, so a missing call would be an error.
+# Meanwhile weights can be read: ``Arenas.bytes_of`` returns temporary copies.  Whatever writes or
+# computes calls ``wake`` first, through ``DirectAccess.finish``, ``OnloadedUnits`` or
+# ``ParamAccess``.  Before that, the executor starts commits and moves of saved tensors only, and
+# fails for anything else, so that a missing call is noticed.
 
-_ASLEEP = (Tier.HOST, Tier.DEVICE)  # in the order in which memory is taken back
+_WAKE_ORDER = (Tier.HOST, Tier.DEVICE)  # in the order in which memory is taken back
 
 
 class MemoryUser(Protocol):
@@ -49,21 +50,21 @@ class MemoryUser(Protocol):
     All methods may be called again after an exception.
     """
 
-    def leave_memory(self) -> Sequence[str] | None:
-        """Drop pointers into the arenas; return the units, if any, to which user code points."""
+    def detach_memory(self) -> Sequence[str] | None:
+        """Drop pointers into the arenas; return the units whose memory user code points into."""
         ...
 
     def memory_freed(self) -> None:
-        """Adjust to memory that was freed, after ``leave_memory``."""
+        """Adjust to memory that was freed, after ``detach_memory``."""
         ...
 
-    def enter_memory(self) -> None:
-        """Point into the arenas again, which may be elsewhere; the opposite of ``leave_memory``."""
+    def attach_memory(self) -> None:
+        """Undo ``detach_memory``; the arenas may be at other addresses."""
         ...
 
 
 class Sleeping:
-    """Gives memory of one engine back, and takes it again.  See Note [Sleep]."""
+    """Frees the memory of one engine, and allocates it again.  See Note [Sleep]."""
 
     def __init__(
         self, memory: Memory, executor: Executor, accelerator: Accelerator, io: IoEngine | None,
@@ -80,38 +81,38 @@ class Sleeping:
         self._copies = ArenaCopies(
             memory, accelerator, executor.compute, folders, checksum=checksum
         )
-        self._away: set[Tier] = set()  # tiers whose memory was given back
+        self._freed: set[Tier] = set()  # tiers whose memory is freed
         self._users: list[weakref.ref[MemoryUser]] = []
-        self._left = False  # whether ``enter_memory`` of the users is due
+        self._detached = False  # whether ``attach_memory`` of the users is due
 
-    def around(self, user: MemoryUser) -> None:
+    def add_user(self, user: MemoryUser) -> None:
         """Call ``user`` before memory is freed, and when it was allocated again."""
         # Weak, as the executor's thread refers to this object, and users to the model.
         self._users.append(weakref.ref(user))
 
     @property
     def asleep(self) -> bool:
-        """Whether memory was given back."""
-        return bool(self._away)
+        """Whether memory is freed."""
+        return bool(self._freed)
 
     # -- sleep ----------------------------------------------------------------------------------
 
     def sleep(self, *, host: bool) -> None:
-        """Give back device memory, and with ``host`` host memory as well; nothing may move.
+        """Free device memory, and with ``host`` host memory as well; nothing may move.
 
         Raises:
             BudgetError, IoError: there is no room for the copies; nothing changes.
             OffloadError: user code still points into the memory, or there is no disk for copies.
         """
         self._thread.finish()
-        wanted = _ASLEEP if host else (Tier.DEVICE,)
-        tiers = [tier for tier in wanted if tier not in self._away and self._memory.has(tier)]
+        wanted = _WAKE_ORDER if host else (Tier.DEVICE,)
+        tiers = [tier for tier in wanted if tier not in self._freed and self._memory.has(tier)]
         deeper = host and self._copies.in_memory
         if host and (tiers or deeper):
             self._copies.require_disk()
         if not (tiers or deeper):
             return
-        self._leave()
+        self._detach()
         try:
             self._thread.run(lambda: self._give_back(tiers, host=host))
         finally:
@@ -119,54 +120,54 @@ class Sleeping:
                 for user in self._living():
                     user.memory_freed()
             else:
-                self._enter()
+                self._attach()
 
-    def _leave(self) -> None:
-        self._left = True
+    def _detach(self) -> None:
+        self._detached = True
         names: set[str] = set()
         for collect in (True, False):
-            names = {name for user in self._living() for name in user.leave_memory() or ()}
+            names = {name for user in self._living() for name in user.detach_memory() or ()}
             if names and collect:
                 gc.collect()  # a graph in a reference cycle
         if not names:
             return
         if not self.asleep:
-            self._enter()
+            self._attach()
         raise OffloadError(
             f"sleep: tensors still refer to the weights of {', '.join(sorted(names))}, such as a "
             "graph that a loss or an output keeps, or p.detach() from a forward; delete them (del "
             "loss, output) before sleep()"
         )
 
-    def _enter(self) -> None:
+    def _attach(self) -> None:
         for user in self._living():
-            user.enter_memory()
-        self._left = False
+            user.attach_memory()
+        self._detached = False
 
     def _living(self) -> Iterator[MemoryUser]:
         return (user for each in self._users if (user := each()) is not None)
 
     def _give_back(self, tiers: Sequence[Tier], *, host: bool) -> None:
         self._accelerator.synchronize()
-        self._copies.add(list(map(self._piece, self._pieces(tiers))), to_disk=host)
-        self._arenas.elsewhere = self._find
+        self._copies.add(list(map(self._arena_piece, self._occupied(tiers))), to_disk=host)
+        self._arenas.read_freed = self._read_copy
         for tier in tiers:
-            self._away.add(tier)
+            self._freed.add(tier)
             if tier is Tier.HOST and self._registered is not None and self._memory.lease:
-                self._registered.forget(self._memory.lease)
-            self._memory.give_back(tier)
+                self._registered.unregister(self._memory.lease)
+            self._memory.free_tier(tier)
 
     def _owner(self, tier: Tier) -> Tier:
         """Return the tier whose memory the arena called ``tier`` is in: without a device, host."""
         return tier if self._accelerator.has_device_memory else Tier.HOST
 
-    def _piece(self, place: Place) -> ArenaPiece:
+    def _arena_piece(self, place: Place) -> ArenaPiece:
         arena = self._arenas.device if place.tier is Tier.DEVICE else self._arenas.host
         assert arena is not None
         on_device = place.tier is Tier.DEVICE and self._accelerator.has_device_memory
         return ArenaPiece(place, arena.narrow(0, place.offset, place.nbytes), on_device)
 
-    def _pieces(self, tiers: Iterable[Tier]) -> Iterator[Place]:
+    def _occupied(self, tiers: Iterable[Tier]) -> Iterator[Place]:
         """Yield everything in the arenas of these tiers that has contents, in pieces."""
         occupied = self._executor.occupied()
         annex = self._arenas.annex
@@ -187,47 +188,48 @@ class Sleeping:
     # -- wake -----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Take the memory back, with its contents.  Does nothing if the engine is not asleep.
+        """Allocate the memory again, with its contents.  Does nothing if it is not freed.
 
         Raises:
             OffloadError: there is not enough memory; nothing is lost, and a later call may succeed.
+            IoError, CorruptionError: a copy on disk cannot be read.
         """
-        if not (self._away or self._left):
+        if not (self._freed or self._detached):
             return
         self._thread.finish()
-        if self._away:
+        if self._freed:
             self._thread.run(self._take_back)
             self._accelerator.synchronize()
-        self._enter()
+        self._attach()
 
     def _take_back(self) -> None:
-        for tier in (each for each in _ASLEEP if each in self._away):
+        for tier in (each for each in _WAKE_ORDER if each in self._freed):
             try:
-                self._memory.take_back(tier)
+                self._memory.reallocate_tier(tier)
             except (OffloadError, RuntimeError) as error:
                 raise OffloadError(
                     f"the engine cannot wake: its {tier.value} memory cannot be allocated again "
-                    f"({error}); free what uses it now, such as a rollout engine or another model, "
-                    "and use the model again: nothing is lost"
+                    f"({error}); free what uses it now, such as an inference engine or another "
+                    "model, and use the model again: nothing is lost"
                 ) from error
             try:
                 mine = [place for place in self._copies.places if self._owner(place.tier) is tier]
-                self._copies.restore(list(map(self._piece, mine)))
+                self._copies.restore(list(map(self._arena_piece, mine)))
             except BaseException:
-                self._memory.give_back(tier)
+                self._memory.free_tier(tier)
                 raise
             if tier is Tier.HOST and self._registered is not None and self._memory.lease:
-                self._registered.remember(self._memory.lease)
-            self._away.discard(tier)
+                self._registered.register_again(self._memory.lease)
+            self._freed.discard(tier)
         self._accelerator.synchronize()
-        self._arenas.elsewhere = None
+        self._arenas.read_freed = None
         self._copies.close()
 
     # -- asleep ---------------------------------------------------------------------------------
 
-    def _find(self, place: Place) -> torch.Tensor | None:
-        """Return a copy of the bytes of a place whose memory was given back; see ``Arenas``."""
-        if self._owner(place.tier) not in self._away:
+    def _read_copy(self, place: Place) -> torch.Tensor | None:
+        """Return a copy of the bytes of a place whose memory is freed; see ``Arenas``."""
+        if self._owner(place.tier) not in self._freed:
             return None
         return self._thread.run(lambda: self._copies.read(place))
 

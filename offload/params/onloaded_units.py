@@ -37,7 +37,7 @@ class OnloadedUnits:
         parts = self.parts = runtime.parts
         self.executor, self.accelerator = runtime.executor, runtime.accelerator
         self._held, self._stubs, self._wake = held, stubs, runtime.sleeping.wake
-        runtime.sleeping.around(self)
+        runtime.sleeping.add_user(self)
         count = len(parts.units)
         layout = runtime.layout
         self.fixed = [home.resident for home in layout.homes]
@@ -61,8 +61,8 @@ class OnloadedUnits:
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
         self._edits = self._unit_params.edits
-        # Resident weights that tensors may still refer to, although memory was to be left
-        self._left: list[tuple[int, torch_private.StorageWatch]] = []
+        # By unit, resident weights that other tensors may still be views of
+        self._viewed: list[tuple[int, torch_private.StorageWatch]] = []
         # Undoes a ``give_away`` that an exception interrupted.
         self.returning: Callable[[], None] | None = None
 
@@ -82,7 +82,7 @@ class OnloadedUnits:
             onloaded = self.current[unit] = self._onloaded_unit(unit)
             self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
             views = onloaded.views
-        self._unit_params.hides_as(unit, views)
+        self._unit_params.set_hidden_data(unit, views)
 
     def give_away(self, values: Mapping[int, torch.Tensor], units: Iterable[int]) -> None:
         """Make parameters ordinary, with ``values`` by index; repeatable after an exception."""
@@ -102,32 +102,32 @@ class OnloadedUnits:
         engine memory that may still be in use."""
         for unit in range(len(self.fixed)):
             self._withdraw(unit)
-            self._unit_params.outdate(unit)
-        return [*(watch for _, watch in self._left), *self._held.watches]
+            self._unit_params.invalidate_graphs(unit)
+        return [*(watch for _, watch in self._viewed), *self._held.watches]
 
     def _withdraw(self, unit: int) -> None:
         """Drop all references to a unit's memory, and point its parameters at placeholders."""
         if (onloaded := self.current[unit]) is not None:
-            self._left.append((unit, torch_private.StorageWatch(onloaded.storage)))
+            self._viewed.append((unit, torch_private.StorageWatch(onloaded.storage)))
             self.by_storage.pop(torch_private.identity(onloaded.storage), None)
             self.current[unit] = None
-        self._unit_params.withdraw(unit)
+        self._unit_params.hide_with_placeholders(unit)
 
-    def leave_memory(self) -> list[str]:
+    def detach_memory(self) -> list[str]:
         """Point resident parameters at placeholders, so that their memory can be freed; return the
         names of units, resident or not, to whose memory tensors still refer."""
         for unit in self._fixed_units:
             self._withdraw(unit)
-        self._left = [(unit, watch) for unit, watch in self._left if not watch.expired]
-        found = self._held.in_use.union(unit for unit, _ in self._left)
+        self._viewed = [(unit, watch) for unit, watch in self._viewed if not watch.expired]
+        found = self._held.in_use.union(unit for unit, _ in self._viewed)
         return [self.parts.units[unit].name for unit in sorted(found)]
 
     def memory_freed(self) -> None:
         """Make graphs that saved resident parameters themselves fail in backward."""
         for unit in self._fixed_units:
-            self._unit_params.outdate(unit)
+            self._unit_params.invalidate_graphs(unit)
 
-    def enter_memory(self) -> None:
+    def attach_memory(self) -> None:
         """Point resident parameters at their weights again, which may have moved."""
         for unit in self._fixed_units:
             if self.current[unit] is None:

@@ -44,7 +44,7 @@ class UnitParams:
                 known.release(p, values[known.index])
             self._managed[unit] = ()
 
-    def hides_as(self, unit: int, tensors: Sequence[torch.Tensor] | None) -> None:
+    def set_hidden_data(self, unit: int, tensors: Sequence[torch.Tensor] | None) -> None:
         """Set what parameters point at while they are hidden; ``None``: placeholders."""
         hidden = self._stubs.of(self._units[unit]) if tensors is None else tuple(tensors)
         self._hidden[unit] = hidden
@@ -52,7 +52,7 @@ class UnitParams:
     # A unit that was given away has no managed parameters, so these two do nothing for it.
 
     def hide(self, unit: int) -> None:
-        """Point the parameters at what ``hides_as`` has set."""
+        """Point the parameters at what ``set_hidden_data`` has set."""
         params = zip(self.of[unit], self._managed[unit], self._hidden[unit], strict=False)
         for p, known, stub in params:
             known.hide(p, stub)
@@ -66,11 +66,14 @@ class UnitParams:
             known.show(p, view)
         self.edits.shown(unit)
 
-    def withdraw(self, unit: int) -> None:
+    def hide_with_placeholders(self, unit: int) -> None:
         """Point hidden parameters at placeholders."""
-        self.hides_as(unit, None)
+        self.set_hidden_data(unit, None)
         self.hide(unit)
 
-    def outdate(self, unit: int) -> None:
-        """Make graphs that saved parameters themselves fail in backward; this counts as no edit."""
+    def invalidate_graphs(self, unit: int) -> None:
+        """Increment versions of the parameters, so that graphs that saved them fail in backward.
+
+        This does not count as an edit.
+        """
         self.edits.outdate(unit, lambda _: bool(self._managed[unit]))

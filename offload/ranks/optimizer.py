@@ -216,15 +216,14 @@ class SpreadOptimizer(OffloadedOptimizer):
         return extra
 
     def sleep(self, *, host: bool = False) -> None:
-        """Raise ``OffloadError``: FSDP2 and DDP keep tensors over the memory that this would free.
+        """Raise ``OffloadError``: FSDP2 and DDP hold views of the memory that this would free.
 
         Raises:
             OffloadError: always.
         """
         raise OffloadError(
-            "sleep() does not work on a model under FSDP2 or DDP, which keep tensors over the "
-            "memory that it would free; to free the memory, commit(), close() this optimizer, and "
-            "resume the run later"
+            "sleep() does not work on a model under FSDP2 or DDP, which hold views of the memory "
+            "that it would free; to free it, call commit() and close(), and resume the run later"
         )
 
     def _require_finite(self, what: str) -> None:

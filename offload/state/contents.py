@@ -276,18 +276,18 @@ class Contents:
 
     @property
     def asleep(self) -> bool:
-        """Whether memory was given back, so that weights are read without being onloaded."""
-        return self._arenas.elsewhere is not None
+        """Whether memory is freed, so that weights are read without being onloaded."""
+        return self._arenas.read_freed is not None
 
     def wake(self) -> None:
-        """Take memory back that was given back."""
+        """Allocate memory again that is freed."""
         self._direct.finish()
 
-    def asleep_copy(self, unit: int, index: int) -> torch.Tensor:
-        """Return a copy of a parameter's weight on the CPU; keep its unit until ``drop_read``."""
+    def read_param_asleep(self, unit: int, index: int) -> torch.Tensor:
+        """Return a copy of a parameter's weight on the CPU, and cache the bytes of its unit."""
         if self._read is None or self._read[0] != unit:
             self._read = None
-            self._read = unit, self._direct.copy_asleep(Key(Kind.WEIGHTS, unit))
+            self._read = unit, self._direct.read_item_asleep(Key(Kind.WEIGHTS, unit))
         memory, each = self._read[1], self._layout.units[unit]
         for number, (chunk, spec) in enumerate(each.params):
             if spec.index != index:
@@ -301,11 +301,11 @@ class Contents:
             return spec.shaped(value)
         raise KeyError(index)
 
-    def drop_read(self) -> None:
-        """Drop what ``asleep_copy`` keeps."""
+    def drop_cached_unit(self) -> None:
+        """Drop the unit that ``read_param_asleep`` has cached."""
         self._read = None
 
-    leave_memory = memory_freed = enter_memory = drop_read  # see MemoryUser
+    detach_memory = memory_freed = attach_memory = drop_cached_unit  # see MemoryUser
 
     def is_finite(self, unit: int) -> bool:
         """Return whether all trained weights, masters and moments of a unit are finite."""

@@ -52,5 +52,5 @@ class EngineResources:
         trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
         runtime = Runtime(blueprint, accelerator, trace, before_asking, owner, found)
         contents = Contents(runtime.layout, runtime.memory.arenas, runtime.direct)
-        runtime.sleeping.around(contents)
+        runtime.sleeping.add_user(contents)
         return cls(runtime, contents, stubs, trainer, slot_refs)

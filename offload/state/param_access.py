@@ -93,7 +93,7 @@ class ParamAccess:
         unit = self._parts.unit_of[index]
         if self._contents.asleep:
             there = self._onloaded_units.accelerator.device
-            return self._contents.asleep_copy(unit, index).to(there)
+            return self._contents.read_param_asleep(unit, index).to(there)
         hidden = self._begin_reading(unit)
         try:
             return self._onloaded_units.weight(index).clone()

@@ -87,7 +87,7 @@ class InOrder:
     def allocated_bytes(self) -> tuple[int, int] | None:
         return None
 
-    def trim(self) -> None:
+    def empty_cache(self) -> None:
         return None
 
     def page_unlock(self, address: int, nbytes: int) -> None:
@@ -135,7 +135,9 @@ class Accelerator(Protocol):
         ...
 
     def page_lock(self, address: int, nbytes: int) -> bool:
-        """Page-lock host memory until ``close``, so that its copies overlap with compute.
+        """Page-lock host memory, so that its copies overlap with compute.
+
+        It stays locked until ``page_unlock`` or ``close``.
 
         Returns:
             Whether it is locked. Memory that the driver or a limit refuses to lock stays pageable:
@@ -150,8 +152,8 @@ class Accelerator(Protocol):
         """
         ...
 
-    def trim(self) -> None:
-        """Return device memory to the system that PyTorch has cached for reuse."""
+    def empty_cache(self) -> None:
+        """Free the unused memory that PyTorch's caching allocator holds on the device."""
         ...
 
     def copy_in(

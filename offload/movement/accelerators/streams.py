@@ -197,7 +197,7 @@ class StreamsAccelerator:
             self._vendor.unregister(each[0])
             self._locked.remove(each)
 
-    def trim(self) -> None:
+    def empty_cache(self) -> None:
         torch.get_device_module(self.device).empty_cache()
 
     def _warn_pageable(self, nbytes: int, reason: str, remedy: str) -> None:
