@@ -118,14 +118,15 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
     one backward; for one forward if nothing is trained."""
     streamed, paged = _moved_weights(layout)
     times_used = 2 if layout.trains else 1
+    once = _moved_weights(layout, forward_only=True) if layout.trains else (0, 0)
     read, write = _state_seconds(layout, rates)
     times = [read, write]
     if rates.update_params_s:
         times.append(update_work(layout, rates) / rates.update_params_s)
     if layout.has_device and rates.h2d_bytes_s:
-        times.append(times_used * streamed / rates.h2d_bytes_s)
+        times.append((times_used * streamed - once[0]) / rates.h2d_bytes_s)
     if rates.disk_read_bytes_s:
-        times[0] += times_used * paged / rates.disk_read_bytes_s
+        times[0] += max(0, times_used * paged - once[1]) / rates.disk_read_bytes_s
     return max(times)
 
 
@@ -221,19 +222,17 @@ def _gathered_bytes(layout: Layout) -> int:
     return sum(unit.grad_bytes for unit in trained) if layout.has_device else 0
 
 
-def _moved_weights(layout: Layout) -> tuple[int, int]:
+def _moved_weights(layout: Layout, *, forward_only: bool = False) -> tuple[int, int]:
     """Return the bytes of weights that are not resident, and of those on disk among them, without
-    the bytes that host memory caches."""
-    streamed = sum(
-        unit.stored_bytes
+    the bytes that host memory caches; of all units, or of those that are ``forward_only``."""
+    moved = [
+        (unit.stored_bytes, home.weights)
         for unit, home in zip(layout.units, layout.homes, strict=True)
         if not home.resident and not home.page_on_device
-    )
-    paged = sum(
-        unit.stored_bytes
-        for unit, home in zip(layout.units, layout.homes, strict=True)
-        if home.weights is Tier.NVME and not home.resident and not home.page_on_device
-    )
+        and (unit.forward_only or not forward_only)
+    ]  # fmt: skip
+    streamed = sum(nbytes for nbytes, _ in moved)
+    paged = sum(nbytes for nbytes, tier in moved if tier is Tier.NVME)
     return streamed, max(0, paged - layout.cached_bytes)
 
 

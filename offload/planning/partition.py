@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
+from .models import entries
 from .products import (
     activation_bytes,
     backward_flops,
@@ -188,6 +189,7 @@ def partition(
     of_units: list[FoundUnit] = []
     found = find_units(model, names)
     all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
+    beside = _without_backward(model, all_trained)
     flows = False
     for item in found:
         trained, frozen, shared = _members(item, all_trained, owner, parameters)
@@ -211,22 +213,14 @@ def partition(
         back = backward_flops(item, all_trained, flows=flows)
         logits = logits_bytes(item, dtype) if item is found[-1] else 0
         given = input_bytes(item, dtype)
+        forward_only = bool(own) and all(p in beside for _, _, p in own)
         units.append(
             Unit(
-                number,
-                item.name,
-                chunks,
-                tuple(comes_with),
-                item.direct_only,
-                weight_bytes,
-                grad_bytes,
-                flops,
-                back,
-                given if logits else kept,
-                given,
-                logits,
+                number, item.name, chunks, tuple(comes_with), item.direct_only, weight_bytes,
+                grad_bytes, flops, 0 if forward_only else back, given if logits else kept, given,
+                logits, forward_only=forward_only,
             )
-        )
+        )  # fmt: skip
         of_units.append(item)
     return Partition(
         _with_reached(units, of_units, owner),
@@ -234,6 +228,16 @@ def partition(
         tuple(parameters),
         tuple(owner[p] for p in parameters),
     )
+
+
+def _without_backward(model: nn.Module, trained: Container[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the parameters of models that have nothing to train, beside others that have."""
+    parameters = [set(each.parameters()) for each in entries(model).values()]
+    trains = [any(p in trained for p in each) for each in parameters]
+    used = set[nn.Parameter]().union(
+        *(p for p, does in zip(parameters, trains, strict=True) if does)
+    )
+    return set[nn.Parameter]().union(*parameters) - used if used else set()
 
 
 def _with_reached(

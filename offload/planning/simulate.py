@@ -111,7 +111,9 @@ class Simulation:
             Kind.GRADS: layout.grad_bytes,
             Kind.STATE: [s.nbytes for s in subgroups],
         }
-        self._running = [unit.index for unit in layout.units if unit.runs]
+        running = [unit for unit in layout.units if unit.runs]
+        self._backwards = [unit.index for unit in running if not unit.forward_only]
+        self._running = [unit.index for unit in running if unit.forward_only] + self._backwards
         again = layout.saved.recompute
         self._backward_s = [
             s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
@@ -367,7 +369,8 @@ class Simulation:
         For a recomputed unit, only its inputs: what its recomputation saves is used at once.
         """
         costs = self.costs
-        if not costs.saved_bytes or self.layout.saved.policy == "keep":
+        forward_only = self.layout.units[unit].forward_only
+        if forward_only or not costs.saved_bytes or self.layout.saved.policy == "keep":
             return []
         recomputes = unit in self.layout.saved.recompute
         whole = (costs.input_bytes if recomputes else costs.saved_bytes)[unit]
@@ -444,7 +447,7 @@ class Simulation:
 
     def _backward(self, *, merge: bool, update: bool) -> None:
         self._send(BackwardPhase(backward=True))
-        for index in reversed(self._running):
+        for index in reversed(self._backwards):
             pieces, self._saved[index] = self._saved[index], []
             # An operation needs what it saved for the backward of what it computed after that.
             seconds, left, parts = self._backward_s[index], 1.0, []

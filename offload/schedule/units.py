@@ -106,6 +106,8 @@ class Unit:
         page: for frozen weights that are stored and moved in another format than compute uses, the
             parts of the page in the order of ``params``.
         page_bytes: size of the page.
+        forward_only: whether plans assume that it has no backward: it is in a model of several
+            that has nothing to train, such as a reference.
     """
 
     index: int
@@ -123,6 +125,7 @@ class Unit:
     runs: bool = True
     page: tuple[PagePart, ...] = ()
     page_bytes: int = 0
+    forward_only: bool = False
 
     @property
     def packed(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import CPU, DEVICE, SIM, normal
+from tests.devices import CPU, DEVICE, SIM, about_sim, normal
 from tests.parity.nets import (
     PLACES,
     UPDATES,
@@ -299,3 +299,44 @@ def test_what_cannot_be_models() -> None:
         overspill.wrap({"a": first}, optimizer, weights={"c": "/nowhere"})
     plan = overspill.plan({"a": first, "b": Net(2)}, optimizer, device=CPU, host_memory="8MiB")
     assert plan.fits and {name.split(".")[0] for name in plan.placement} == {"a", "b"}
+
+
+class Moved:
+    """Bytes that a step copies to the device: as planned, and on average of the last four."""
+
+    def __init__(self, names: str) -> None:
+        models = {name: Net(1, depth=12) for name in names}
+        for name in names[1:]:
+            models[name].requires_grad_(False)
+        (optimizer,) = wrapped(
+            models, [adam(models["a"].parameters(), plain=False)], device=SIM,
+            device_memory="128KiB", host_memory="8MiB",
+            rates=overspill.Rates(h2d_bytes_s=2e7, d2h_bytes_s=2e7),
+        )  # fmt: skip
+        with optimizer:
+            units = optimizer.plan.detail.layout.units
+            self.beside = sum(unit.weight_bytes for unit in units if unit.forward_only)
+            self.planned = optimizer.plan.link_bytes["copy_in"]
+            self.peak = optimizer.plan.tier_bytes[overspill.Tier.DEVICE]
+            copied = []
+            for number in range(8):
+                x, target = normal(number, 6, WIDTH), torch.zeros(6, WIDTH)
+                with torch.no_grad():
+                    for name in names[1:]:
+                        target = target + models[name](x)
+                (models["a"](x) - target).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                spans = optimizer._engine.trace.spans()
+                copied.append(sum(s.nbytes for s in spans if s.lane == "copy_in"))
+            self.copied = (copied[-1] - copied[-5]) / 4
+
+
+@about_sim
+def test_a_reference_adds_one_forward_of_its_weights() -> None:
+    """The device holds no more, and what the policy keeps there it keeps beside a reference."""
+    alone, both = Moved("a"), Moved("ab")
+    assert both.peak <= alone.peak + 8192
+    assert both.beside >= sum(p.nbytes for p in Net(1, depth=12).parameters())
+    assert both.planned - alone.planned == pytest.approx(both.beside, rel=0.05)
+    assert both.copied - alone.copied == pytest.approx(both.beside, rel=0.15)
