@@ -31,12 +31,13 @@ from .uninterruptible_thread import UninterruptibleThread
 # memory if its budget has room, else to disk; those of host memory to disk.  The residency machine
 # is not involved: offsets in the arenas stay valid.
 #
-# Host memory keeps its addresses (``Lease.discard``).  The device arena is allocated anew, so
-# everything that points into it (``MemoryUser``) is detached before, and attached again.
+# Host memory keeps its addresses (``Lease.discard``).  The device arena may get
+# another address, so everything that points into it (``MemoryUser``) is detached before, and
+# attached again.
 #
 # The files of copies have no name, so that they vanish with the process.
 #
-# Meanwhile weights can be read: ``Arenas.bytes_of`` returns temporary copies.  Whatever writes or
+# Meanwhile weights can be read: ``Arenas.bytes_of`` returns temporary copies.  Code that writes or
 # computes calls ``wake`` first, through ``DirectAccess.finish``, ``OnloadedUnits`` or
 # ``ParamAccess``.  Before that, the executor starts commits and moves of saved tensors only, and
 # fails for anything else, so that a missing call is noticed.
@@ -114,7 +115,7 @@ class Sleeping:
             return
         self._detach()
         try:
-            self._thread.run(lambda: self._give_back(tiers, host=host))
+            self._thread.run(lambda: self._free_memory(tiers, host=host))
         finally:
             if self.asleep:
                 for user in self._living():
@@ -147,7 +148,7 @@ class Sleeping:
     def _living(self) -> Iterator[MemoryUser]:
         return (user for each in self._users if (user := each()) is not None)
 
-    def _give_back(self, tiers: Sequence[Tier], *, host: bool) -> None:
+    def _free_memory(self, tiers: Sequence[Tier], *, host: bool) -> None:
         self._accelerator.synchronize()
         self._copies.add(list(map(self._arena_piece, self._occupied(tiers))), to_disk=host)
         self._arenas.read_freed = self._read_copy
@@ -198,11 +199,11 @@ class Sleeping:
             return
         self._thread.finish()
         if self._freed:
-            self._thread.run(self._take_back)
+            self._thread.run(self._restore_memory)
             self._accelerator.synchronize()
         self._attach()
 
-    def _take_back(self) -> None:
+    def _restore_memory(self) -> None:
         for tier in (each for each in _WAKE_ORDER if each in self._freed):
             try:
                 self._memory.reallocate_tier(tier)

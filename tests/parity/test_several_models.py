@@ -301,6 +301,29 @@ def test_what_cannot_be_models() -> None:
     assert plan.fits and {name.split(".")[0] for name in plan.placement} == {"a", "b"}
 
 
+@pytest.mark.parametrize("activations", ["auto", "host", "nvme", "recompute"])
+def test_a_frozen_model_that_passes_gradients_on(activations: str, tmp_path: Path) -> None:
+    """Plans assume that a model with nothing to train has no backward; this one has."""
+    losses: list[list[float]] = []
+    for plain in (True, False):
+        base, adapter = Net(1, depth=8).requires_grad_(False), Net(2, depth=1)
+        optimizer = adam(adapter.parameters(), plain=plain)
+        if not plain:
+            (optimizer,) = wrapped(
+                {"base": base, "adapter": adapter}, [optimizer], nvme=tmp_path, tokens=256,
+                device=SIM, device_memory="200KiB", host_memory="4MiB", activations=activations,
+            )  # fmt: skip
+        losses.append([])
+        for number in range(3):
+            loss = base(adapter(normal(number, 256, WIDTH))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    optimizer.close()
+    assert losses[0] == losses[1]
+
+
 class Moved:
     """Bytes that a step copies to the device: as planned, and on average of the last four."""
 
