@@ -113,7 +113,9 @@ def _names() -> str:
         parts = kind.__module__.split(".")
         known = {"torch": "torch.optim", "overspill": "overspill.optim"}
         found.setdefault(known.get(parts[0], kind.__module__), []).append(kind.__qualname__)
-    return " and ".join(f"{module}.{{{', '.join(names)}}}" for module, names in found.items())
+    return " and ".join(
+        f"{module}.{{{', '.join(sorted(names))}}}" for module, names in found.items()
+    )
 
 
 def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
@@ -160,6 +162,12 @@ def _streamed(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
         raise TypeError(
             f"overspill.ema is not possible with {name_of(optimizer)}, which has no rule of its "
             f"own here; it is with {_names()}"
+        )
+    if type(optimizer).__module__.startswith("torchao."):
+        raise TypeError(
+            f"{name_of(optimizer)} cannot be used: it keeps its state in tensors of its own "
+            "classes, which only torch.compile can update. Use torch.optim.AdamW, with "
+            "moments='int8' for state of about the same size"
         )
     dims = [sorted({p.dim() for p in group["params"]}) for group in optimizer.param_groups]
     plain = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -25,6 +25,7 @@ from .single_step import (
     step,
     with_params,
 )
+from .state_record import tensors_in
 from .streamed import RECORD, Generators, Quiet, StreamedRule, drawn, generators, restore
 
 STEPS = 30
@@ -134,6 +135,12 @@ def _plain_run(
         raise UnsuitableError(
             f"its step fails on small parameters ({type(error).__name__}: {error})"
         ) from error
+    kinds = {type(t) for state in own.state.values() for t in tensors_in(state)}
+    if others := kinds - {Tensor, nn.Parameter}:
+        kind = min(others, key=lambda each: each.__qualname__)
+        raise UnsuitableError(
+            f"it keeps its state in tensors of its own class {kind.__module__}.{kind.__qualname__}"
+        )
     params = [p for group in own.param_groups for p in group["params"]]
     if (name := changed_attribute(before, own, params)) is not None:
         raise UnsuitableError(

@@ -237,6 +237,23 @@ class Bound(Base):
         self.run()
 
 
+class Coded(torch.Tensor):
+    """A tensor of a class of its own, as those that keep codes and scales."""
+
+
+class Subclass(Base):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        state.setdefault("codes", torch.zeros_like(p).as_subclass(Coded))
+        super().update(group, p, state)
+
+
+class Torchaos(Base):
+    pass
+
+
+Torchaos.__module__ = "torchao.optim.adam"
+
+
 def replaced(params: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.NAdam(params)
     optimizer.step = types.MethodType(lambda self: None, optimizer)  # type: ignore[method-assign]
@@ -247,6 +264,8 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "decays": (Decays, "it changes parameters without a gradient"),
     "shared": (Shared, "it keeps state that belongs to no parameter, under 'steps'"),
     "counts": (Counts, "in its attribute 'count'"),
+    "subclass": (Subclass, "in tensors of its own class tests.optimizers.test_odd_optimizers.Cod"),
+    "torchao": (Torchaos, "Use torch.optim.AdamW, with moments='int8' for state of about the same"),
     "bound": (Bound, "its attribute 'run' refers to parameters, a model or an optimizer"),
     "replaced": (replaced, "its step was replaced on the instance"),
     "still": (lambda ps: Base(ps, lr=float("1e-300")), "its step changes no weights"),
@@ -265,6 +284,15 @@ def test_others_are_refused_and_left_alone(name: str, tmp_path: Path) -> None:
         wrapped(model, inner, tmp_path)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert {k: v for k, v in vars(inner).items() if isinstance(v, int)} == attributes
+
+
+def test_instead_of_torchaos(tmp_path: Path) -> None:
+    model = build()
+    with says("Use torch.optim.AdamW, with moments='int8' for state of about the same", TypeError):
+        wrapped(model, Torchaos(model.parameters()), tmp_path)
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, device=CPU, host_memory="4MiB", moments="int8") as optimizer:
+        step(model, optimizer, 0)
 
 
 def test_a_warm_up_from_zero_hides_nothing(tmp_path: Path) -> None:

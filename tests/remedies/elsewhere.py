@@ -71,6 +71,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/optimizers/test_streamed_optimizers.py::"
         "test_what_cannot_be_stepped_alone_is_refused_with_the_reason"
     ),
+    ("optim/registry.py", "Use torch.optim.AdamW, with moments='int8' for"): (
+        "tests/optimizers/test_odd_optimizers.py::test_instead_of_torchaos"
+    ),
     ("offload/plans.py", "of all parameters at once; leave update out"): (
         "tests/optimizers/test_coupled_optimizers.py::"
         "test_the_plan_says_so_and_other_modes_are_refused"
