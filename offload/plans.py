@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from .closeable import end_unused
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
-from .io_engine.ranges import held_bytes, threads_for
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
 from .open_engines import untaken
 from .optim import Master, Rule
-from .optim.bench import case_of
+from .optim.bench import Case, case_of
 from .optim.coupled import CoupledRule
 from .optim.formats import granule_of
 from .optim.registry import rules_for
@@ -35,16 +35,18 @@ from .planning.bounds import (
     device_update_share,
     device_update_worth,
     step_bound,
-    trained_params,
+    updated_on_device,
 )
 from .planning.budgets import machine_budgets, require_directories, resolve_budgets
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
-from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference, Shortfall
+from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.planner import make_layout
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
+from .planning.whole_updates import WholeUpdates
+from .planning.working_memory import for_layout, of_budgets, without_updates, working_bytes
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
 from .state.importing import match_weights, open_weights, other_tensors
@@ -117,12 +119,14 @@ def make_blueprint(
     update = _update_mode(config.update, coupled)
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
     sources = _sources(model, parts, config, description, digests)
+    updates = _updates_of(rules, optimizer, config)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
-        in_place=frozenset(sources.ranges), update_bytes=_update_bytes(parts, rules),
+        in_place=frozenset(sources.ranges), cost_of=updates.cost_of,
     )  # fmt: skip
+    needs = _with_updates(needs, updates, parts, device=budgets.device is not None)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
@@ -137,21 +141,20 @@ def make_blueprint(
         needs = replace(needs, saved_bytes=tuple(sizes))
 
     def choose(needs: Needs) -> PlannedLayout:
-        room = replace(budgets, host=max(0, budgets.host - _beside(budgets, needs)))
         depth, rates = config.prefetch_depth, config.rates
-        return choose_layout(parts, room, needs, depth, rates, load, prefer)
+        found = choose_layout(parts, for_layout(budgets, needs), needs, depth, rates, load, prefer)
+        return of_budgets(found, budgets, needs)
 
     chosen = choose(needs)
-    if chosen.shortfalls and needs.in_place and description is None:
-        # The file reader does not fit: try copying the weights instead.
-        copied = choose(replace(needs, in_place=frozenset()))
-        most = _missing(chosen)
-        most[Tier.HOST] += max(0, _beside(budgets, needs) - budgets.host)
-        if all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items()):
-            chosen = copied
+    if needs.matrices_visit and any(s.tier is Tier.DEVICE for s in chosen.shortfalls):
+        on_cpu = _with_updates(needs, updates, parts, device=False)
+        if not (other := choose(on_cpu)).shortfalls:
+            chosen, needs = other, on_cpu
+    if needs.in_place and description is None:
+        chosen = _copied_if_better(chosen, needs, choose)
     others: Mapping[str, float] = {}
     if coupled is not None:
-        chosen = _because_coupled(chosen, coupled, budgets.host, _beside(budgets, needs))
+        chosen = _because_coupled(chosen, coupled)
     elif every_update:
         others = _by_update(chosen, parts, budgets, config, load)
     plan = _plan_of(chosen, parts, budgets, config, load, others)
@@ -220,6 +223,17 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 
 
+def _copied_if_better(
+    chosen: PlannedLayout, needs: Needs, choose: Callable[[Needs], PlannedLayout]
+) -> PlannedLayout:
+    """Return a layout with copies of weights if the reader of weight files does not fit."""
+    if not chosen.shortfalls:
+        return chosen
+    copied, most = choose(replace(needs, in_place=frozenset())), _missing(chosen)
+    fits = all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items())
+    return copied if fits else chosen
+
+
 def _missing(planned: PlannedLayout) -> Counter[Tier]:
     missing = Counter[Tier]()
     for each in planned.shortfalls:
@@ -229,15 +243,14 @@ def _missing(planned: PlannedLayout) -> Counter[Tier]:
 
 def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) -> dict[str, str]:
     """Return budgets that would fit, by option; see ``PlanDetail.fitting``."""
-    budgets = replace(given, host=max(given.host, _beside(given, needs)))
+    budgets = replace(given, host=max(given.host, working_bytes(given, needs)))
     for _ in range(FITTING_TRIES):
-        beside = _beside(budgets, needs)  # a reader has more threads if there is more host memory
-        room = replace(budgets, host=max(0, budgets.host - beside))
+        room = for_layout(budgets, needs)  # a reader has more threads if there is more host memory
         layout, _, missing = make_layout(parts, room, needs)
         if not missing and needs.saved_bytes is not None:
             short = shortfall(
-                layout, budgets, needs.saved_bytes, needs.activations, needs.recomputable,
-                logits_bytes,
+                layout, without_updates(budgets, needs), needs.saved_bytes, needs.activations,
+                needs.recomputable, logits_bytes,
             )  # fmt: skip
             missing = () if short is None else (short,)
         if not missing:
@@ -246,36 +259,20 @@ def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) 
     return {}
 
 
-def _beside(budgets: Budgets, needs: Needs) -> int:
-    """Return the host memory of the reader of weight files, if there is one, and of updates."""
-    reader = held_bytes(threads_for(budgets.host)) if needs.in_place else 0
-    return reader + needs.update_bytes
+def _updates_of(
+    rules: Sequence[Rule], optimizer: torch.optim.Optimizer, config: OffloadConfig
+) -> WholeUpdates:
+    groups, masters = optimizer.param_groups, partial(_master_of, config=config)
+    return WholeUpdates(rules, groups, masters, config.moments)
 
 
-def _update_bytes(parts: Partition, rules: Sequence[Rule]) -> int:
-    """Return the host memory for updating parameters that are updated as a whole.
-
-    That is a copy of a gradient and one temporary tensor, in fp32, and its master if the weight is
-    in another dtype, of the largest parameter.  For coupled optimizers, it is also the exact
-    weights, gradients and states of all, and another copy of the state of the largest.
-    """
-    largest = together = 0
-    for chunk in (c for unit in parts.units for c in unit.chunks if c.group is not None):
-        assert chunk.group is not None
-        rule = rules[chunk.group]
-        record = 0
-        if isinstance(rule, CoupledRule):
-            record = rule.format_of(chunk.params[0].shape).nbytes
-            together += chunk.numel * 8 + record
-        if is_whole(rule):
-            copies = 2 if chunk.dtype == torch.float32 else 3
-            largest = max(largest, chunk.numel * 4 * copies + record)
-    return largest + together
+def _with_updates(needs: Needs, updates: WholeUpdates, parts: Partition, *, device: bool) -> Needs:
+    """Return needs with the memory of updates, of which a device runs those of matrices."""
+    host, there = updates.memory(parts, device=device)
+    return replace(needs, update_bytes=host, device_update_bytes=there, matrices_visit=there > 0)
 
 
-def _because_coupled(
-    chosen: PlannedLayout, rule: CoupledRule, host: int, beside: int
-) -> PlannedLayout:
+def _because_coupled(chosen: PlannedLayout, rule: CoupledRule) -> PlannedLayout:
     """Return the layout with the reason why it does not fit in host memory, if it does not."""
     what = f"{rule.name}, which couples parameters, so that it steps all of them in host memory,"
     remedy = (
@@ -283,8 +280,7 @@ def _because_coupled(
         "AdamW"
     )
     return replace(chosen, shortfalls=tuple(
-        Shortfall(Tier.HOST, what, short.missing_bytes + max(host, beside), host, remedy)
-        if short.tier is Tier.HOST else short
+        replace(short, what=what, remedy=remedy) if short.tier is Tier.HOST else short
         for short in chosen.shortfalls
     ))  # fmt: skip
 
@@ -305,7 +301,12 @@ def _plan_of(
     sizes, missing, logits_bytes = needs.saved_bytes, None, load.logits_bytes(parts.units)
     if sizes is not None and not chosen.shortfalls:
         missing = shortfall(
-            layout, budgets, sizes, needs.activations, needs.recomputable, logits_bytes
+            layout,
+            without_updates(budgets, needs),
+            sizes,
+            needs.activations,
+            needs.recomputable,
+            logits_bytes,
         )
     shortfalls = chosen.shortfalls if missing is None else (missing,)
     fits, links, bound = not shortfalls, chosen.link_bytes, None
@@ -316,9 +317,9 @@ def _plan_of(
             compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
     held = {
-        Tier.DEVICE: layout.regions.device_bytes,
+        Tier.DEVICE: layout.regions.device_bytes + needs.device_update_bytes,
         Tier.HOST: layout.regions.host_bytes
-        + _beside(budgets, replace(needs, in_place=layout.in_place)),
+        + working_bytes(budgets, replace(needs, in_place=layout.in_place)),
         Tier.NVME: chosen.disk_bytes,
     }
     detail = PlanDetail(
@@ -332,7 +333,7 @@ def _plan_of(
         preference=needs.prefer,
         saved_bytes=None if sizes is None else tuple(sizes),
         activations_short=missing is not None,
-        left_bytes=left_bytes(layout, budgets),
+        left_bytes=left_bytes(layout, without_updates(budgets, needs)),
         profile=profile,
         budgets=budgets,
         fitting={} if fits else _fitting(needs, parts, budgets, logits_bytes),
@@ -382,6 +383,21 @@ def make_plan(
         accelerator.close()
 
 
+def _measured_case(
+    rules: Sequence[Rule], optimizer: torch.optim.Optimizer, dtype: torch.dtype,
+    config: OffloadConfig,
+) -> Case | None:  # fmt: skip
+    """Return the case as which the update is measured: that of the rule with the most parameters,
+    among those that run in kernels; ``None`` if there are none."""
+    numel = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    for _, rule in sorted(zip(numel, rules, strict=True), key=lambda each: -each[0]):
+        if not is_whole(rule):
+            case = case_of(rule, dtype, _master_of(dtype, config), config.moments)
+            if case is not None:
+                return case
+    return None
+
+
 def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> None:
     """Raise ``ValueError`` if the plan of another machine uses a lane whose rate is unknown.
 
@@ -389,13 +405,16 @@ def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> No
     """
     if plan.detail.layout is None or not plan.fits:
         return
+    records, there = plan.detail.layout.records, updated_on_device(plan.detail.layout)
     needed = {
         "disk_read_bytes_s": plan.link_bytes.get("read", 0),
         "disk_write_bytes_s": plan.link_bytes.get("write", 0),
         "h2d_bytes_s": plan.link_bytes.get("copy_in", 0),
         "d2h_bytes_s": plan.link_bytes.get("copy_out", 0),
-        "update_params_s": trained_params(plan.detail.layout),
-        "device_flops_s": computes,
+        "update_params_s": sum(s.count for s in records if not s.moved_bytes),
+        "dram_bytes_s": any(s.moved_bytes and s.index not in there for s in records),
+        "host_flops_s": any(s.flops and s.index not in there for s in records),
+        "device_flops_s": computes or any(s.flops and s.index in there for s in records),
     }
     missing = [rate for rate, used in needed.items() if used and not getattr(machine.rates, rate)]
     if missing:
@@ -446,9 +465,10 @@ def calibrated(
             sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
     rules = rules_for(optimizer)
-    update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None
-    kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), remeasure=remeasure)
-    rates = kept.for_task(Task(update, dtype))
+    products = _updates_of(rules, optimizer, config).products(config.weight_dtype)
+    task = Task(_measured_case(rules, optimizer, dtype, config), dtype, products)
+    kept = calibrate(config.nvme or (), accelerator.name, task, remeasure=remeasure)
+    rates = kept.for_task(task)
     if rates.disk_read_bytes_s is None and (first := config.first_weights) is not None:
         rates = replace(rates, disk_read_bytes_s=measure_file(first))
     return replace(config, rates=rates), kept

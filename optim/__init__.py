@@ -5,6 +5,7 @@ What only an engine over these needs stands in the modules: ``formats``, ``norm`
 
 from __future__ import annotations
 
+from . import muon as muon  # registers the rule of torch.optim.Muon
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .compact import Noise

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .formats import Field, Master, Moments
-from .rule import ElementwiseRule, Rule, StepScalars, number
+from .rule import ElementwiseRule, Rule, StepScalars, is_whole, number
+from .whole import flat
 
 AVERAGE = "average"
 """The name of the average among a parameter's state."""
@@ -62,6 +63,7 @@ class AveragedRule:
         if AVERAGE in inner.moments:
             raise ValueError(f"the rule {inner.name!r} has a moment named {AVERAGE!r} of its own")
         self.inner = inner
+        self.whole = is_whole(inner)
 
     @property
     def name(self) -> str:
@@ -72,9 +74,13 @@ class AveragedRule:
         return (*self.inner.moments, AVERAGE)
 
     def state_fields(
-        self, weight_dtype: torch.dtype, master: Master, moments: Moments
-    ) -> tuple[Field, ...]:
-        fields = self.inner.state_fields(weight_dtype, master, moments)
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments,
+        shape: tuple[int, ...] = (),
+    ) -> tuple[Field, ...]:  # fmt: skip
+        if is_whole(self.inner):
+            fields = self.inner.state_fields(weight_dtype, master, moments, shape)
+        else:
+            fields = self.inner.state_fields(weight_dtype, master, moments)
         return (*fields, Field(AVERAGE, torch.float32))
 
     def steps_taken(self, state: Mapping[str, Any]) -> int:
@@ -102,6 +108,9 @@ class AveragedRule:
         others = {name: part for name, part in state.items() if name != AVERAGE}
         kept = {name: state[name] for name in ("master", "master_lo", AVERAGE) if name in state}
         finite = self.inner.update(grad, weight, others, theirs, position)
+        if self.whole:
+            grad, weight = flat(grad), flat(weight)
+            kept = {name: flat(each) for name, each in kept.items()}
         return _RULE.update(grad, weight, kept, ours, position) and finite
 
 
@@ -125,11 +134,13 @@ def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
 def is_reentrant(rule: Rule) -> bool:
     """Return whether two threads may use a rule for updates at once.
 
-    The element-wise rules of this package keep no state in themselves; nothing is known of
-    user-defined updates or formulas.
+    The element-wise rules of this package, and those that say ``reentrant``, keep no state in
+    themselves; nothing is known of user-defined updates or formulas.
     """
     while isinstance(rule, AveragedRule):
         rule = rule.inner
+    if getattr(rule, "reentrant", False) and _is_ours(type(rule)):
+        return True
     return isinstance(rule, ElementwiseRule) and _is_ours(type(rule)) and _is_ours(rule.formula)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .rule import StepScalars
 from .single_step import Group, bare, same_value, shared_copies, step, with_params
 from .streamed import RECORD, StreamedRule
+from .whole import store_exact
 
 # Note [Coupled optimizers]
 # Prodigy and D-Adaptation estimate one step size from the gradients of all parameters; some other
@@ -75,7 +76,7 @@ class CoupledRule(StreamedRule):
         """Write what the step computed for a parameter; return whether the weight is finite."""
         param, values = self.results.pop(index)
         self.write_record(state[RECORD], values, param, [])
-        return self._store(param.detach().to(weight.device), weight, state)
+        return store_exact(param.detach().to(weight.device), weight, state)
 
     def copy_of(self, record: Tensor, param: nn.Parameter) -> dict[str, Any]:
         """Return a copy of the state in a parameter's record."""

@@ -207,10 +207,11 @@ class RecordFormat:
         Raises:
             pickle.UnpicklingError: the state has objects of other classes.
         """
-        length = length_in(record[:8].cpu().numpy().tobytes())
+        head = record[: self.start].cpu().numpy()  # from a device, one copy
+        length = length_in(head[:8].tobytes())
         if not length:
             return {}, []
-        text = record[HEADER : HEADER + length].cpu().numpy().tobytes()
+        text = head[HEADER : HEADER + length].tobytes()
 
         def tensor_at(slot: Slot) -> Tensor:
             return slot.view(record).clone() if copies else slot.view(record)
@@ -244,10 +245,8 @@ class RecordFormat:
         ]
         for tensor, slot in moved:
             slot.view(record).copy_(tensor)
-        head = torch.tensor([len(text)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        record[:8].copy_(head)
-        record[HEADER : HEADER + len(text)].copy_(data)
+        head = bytearray(len(text).to_bytes(HEADER, "little") + text)
+        record[: len(head)].copy_(torch.frombuffer(head, dtype=torch.uint8))
 
     def check(self, state: dict[str, Any], param: Tensor, classes: Classes) -> None:
         """Raise what ``write`` would raise."""

@@ -10,8 +10,8 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .formats import Field, Master, Moments, WholeField, master_fields
-from .norm import sum_of_squares
-from .reference import read_weight, write_weight
 from .rule import StepScalars
 from .single_step import Group, bare, called, name_of, options_of, refresh, same_value, stepped
 from .state_record import (
@@ -33,6 +31,7 @@ from .state_record import (
     classes_in,
     tensors_in,
 )
+from .whole import exact_weight, store_exact
 
 # Note [Streamed optimizers]
 # Most optimizers update a parameter from its own weight, gradient and state alone.  Such an
@@ -76,6 +75,7 @@ class StreamedRule:
         options: the group's hyper-parameters for trials.
         dtypes: of tensors in the state of a parameter.
         classes: of objects in it.
+        costs: of updates, by shape, as far as ``update_cost`` has counted them.
     """
 
     whole = True
@@ -95,6 +95,7 @@ class StreamedRule:
         self._formats: dict[tuple[int, ...], RecordFormat] = {}
         self.classes: dict[tuple[str, str], type] = {}
         self.dtypes: set[torch.dtype] = set()
+        self.costs: dict[tuple[int, ...], Any] = {}
         self._scratch: dict[torch.device, Tensor] = {}
         self.steps_to_settle, self.finds_without_memory = 2, False
 
@@ -140,17 +141,30 @@ class StreamedRule:
         Args:
             device: ``"cpu"`` or ``"meta"``.
         """
-        param, group = nn.Parameter(drawn(shape, 0, device)), self.options
-        state = copy.deepcopy(self.first_state)
         found = [RecordFormat.of({})]
-        for step in range(1, steps + 1):
-            param.grad = drawn(shape, step, device)
-            with _Answers():
-                group = stepped(self.own, group, param, state, apart=True)
+        for state in self.steps_on(device, shape, steps):
             self.classes |= classes_in(state)
             self.dtypes |= {t.dtype for t in tensors_in(state)}
             found.append(found[-1].with_room_for(state))
         return found[1:]
+
+    def steps_on(
+        self, device: str, shape: tuple[int, ...], steps: int,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Iterator[dict[str, Any]]:  # fmt: skip
+        """Yield the state of a parameter after each of some steps.
+
+        Args:
+            device: ``"cpu"`` or ``"meta"``.
+            around: each step runs inside a new one.
+        """
+        param, group = nn.Parameter(drawn(shape, 0, device)), self.options
+        state = copy.deepcopy(self.first_state)
+        for step in range(1, steps + 1):
+            param.grad = drawn(shape, step, device)
+            with Answers(), around():
+                group = stepped(self.own, group, param, state, apart=True)
+            yield state
 
     def read(self, record: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return the state in a record; its larger tensors are views of the record."""
@@ -241,20 +255,13 @@ class StreamedRule:
     ) -> bool:  # fmt: skip
         """Run the optimizer's step on a parameter; ``grad`` and ``weight`` have its shape."""
         assert isinstance(scalars, StreamedScalars)
-        masters = _masters_in(state)
-        if "master" in masters:
-            master = masters["master"]
-        elif masters or weight.dtype != torch.float32:
-            master = read_weight(weight, masters)
-        else:
-            master = weight
-        param = nn.Parameter(master.detach())
+        param = nn.Parameter(exact_weight(weight, state).detach())
         param.grad = self._scaled(grad, scalars.coefficients[0])
         record = state[RECORD]
         values, slots = self.format_of(tuple(weight.shape)).read(record, param, self.classes)
         stepped(self.own, scalars.group, param, values)
         self.write_record(record, values, param, slots)
-        return self._store(param.detach(), weight, state)
+        return store_exact(param.detach(), weight, state)
 
     def write_record(
         self, record: Tensor, values: dict[str, Any], param: nn.Parameter, slots: list[Slot]
@@ -294,18 +301,6 @@ class StreamedRule:
                 "with an optimizer that has it, and nvme= with another folder"
             ) from None
 
-    def _store(self, exact: Tensor, weight: Tensor, state: Mapping[str, Tensor]) -> bool:
-        """Write the exact fp32 value to a weight and its master; return whether it is finite."""
-        masters = _masters_in(state)
-        if masters or weight.dtype != torch.float32:
-            write_weight(exact, weight, masters)
-        elif exact.data_ptr() != weight.data_ptr():
-            weight.copy_(exact)
-        if weight.device.type != "cpu":
-            return bool(torch.isfinite(weight).all())
-        flat = torch.as_strided(weight, (weight.numel(),), (1,))
-        return math.isfinite(sum_of_squares(flat))  # one pass, without a temporary
-
     def _scaled(self, grad: Tensor, scale: float) -> Tensor:
         """Return a gradient in fp32, times a factor.
 
@@ -320,10 +315,6 @@ class StreamedRule:
             self._scratch[grad.device] = kept
         scaled = kept[: grad.numel()].as_strided(grad.shape, grad.stride())
         return scaled.copy_(grad).mul_(scale)
-
-
-def _masters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if name != RECORD}
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +363,7 @@ class Quiet(ExitStack):
         return self
 
 
-class _Answers(TorchFunctionMode):
+class Answers(TorchFunctionMode):
     """Returns placeholders when code asks tensors on ``meta`` for values.
 
     Values rarely decide about the size of the state.

@@ -58,6 +58,12 @@ EveryWay = Annotated[
     ),
 ]
 Largest = Annotated[bool, typer.Option("--largest", help="Take the largest named shape that fits.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        help="adamw, or muon: Muon for the matrices of the layers, and AdamW for the rest."
+    ),
+]
 LoraRank = Annotated[
     int | None,
     typer.Option(min=1, help="Train LoRA of this rank beside all matrices, the base frozen."),
@@ -82,6 +88,7 @@ def plan(
     moments: opt.Moments = None,
     frozen: opt.Frozen = None,
     lora_rank: LoraRank = None,
+    optimizer: Optimizer = "adamw",
     activations: opt.Activations = None,
     recompute: AsRecompute = False,
     update: opt.Update = None,
@@ -127,7 +134,7 @@ def plan(
         if every_way:
             found = choices(asked.name, options, machine, asked.tokens)
         else:
-            made, more = asked.plan(lora_rank, trace, measure=measure)
+            made, more = asked.plan(lora_rank, optimizer, trace, measure=measure)
     if every_way:
         _tell_choices(asked, found)
     else:
@@ -146,6 +153,8 @@ def _refuse_together(given: Mapping[str, Any]) -> None:
         raise ValueError(f"MODEL is {given['name']} and --model {given['model']}; give one")
     if given["find_largest"] and (given["name"] is not None or given["model"] != DEFAULT_SHAPE):
         raise ValueError("--largest looks for a model; leave MODEL out")
+    if given["optimizer"] != "adamw" and (given["every_way"] or given["find_largest"]):
+        raise ValueError("--options and --largest are for AdamW; leave --optimizer out")
     if given["every_way"]:
         tried = ("lora_rank", "frozen", "moments")
         if any(given[name] is not None for name in tried):
@@ -194,14 +203,15 @@ class _Asked:
         return replace(self, name=name)
 
     def plan(
-        self, lora_rank: int | None, trace: Path | None, *, measure: bool
+        self, lora_rank: int | None, optimizer: str, trace: Path | None, *, measure: bool
     ) -> tuple[Plan, dict[str, float]]:
         """The plan, and what more of something would gain."""
         from ..observe.export import save_trace
         from ..train.choices import model_for
         from ..train.gains import gains, planner
 
-        make = planner(model_for(self.name, lora_rank, self.options.get("frozen")), self.options)
+        model = model_for(self.name, lora_rank, self.options.get("frozen"))
+        make = planner(model, self.options, optimizer)
         made = make(self.target, self.tokens, {"measure": measure})
         here = len(self.options.get("nvme", ("",)))
         disks = here if self.target is None else self.target.disks

@@ -44,6 +44,8 @@ def contents(plan: Plan) -> dict[Tier, Counter[str]]:
             found[tier]["optimizer state"] += subgroup.nbytes
     regions = layout.regions
     found[Tier.DEVICE]["room to stream"] += regions.device_bytes - regions.device_fixed
+    for tier, mine in ((Tier.DEVICE, regions.device_bytes), (Tier.HOST, regions.host_bytes)):
+        found[tier]["working memory"] += plan.tier_bytes[tier] - mine
     state = regions.state_slot * regions.state_slots
     found[Tier.HOST]["room to stream"] += regions.host_weights + regions.host_grads + state
     return found
@@ -223,7 +225,7 @@ def _updates(plan: Plan) -> list[str]:
         lines.append(line)
     if plan.detail.layout is not None and plan.detail.layout.has_device:
         line = f"on the device: {plan.detail.device_update_share:.0%} of the update"
-        if plan.detail.layout.visiting:
+        if plan.detail.layout.visiting or plan.detail.layout.matrices_visit:
             line += ", part of it of state that goes there for it and comes back"
         lines.append(f"{line}; {_resident_share(plan):.0%} of the weights stay")
     return lines

@@ -40,6 +40,10 @@ class Rates:
             compute has a thread on each processor and waits for the last of them.
         device_update_params_s: like ``update_params_s``, for state on the device; if unknown,
             assumed to be no faster than the CPU.
+        host_flops_s: floating-point operations per second of matrix products on the CPU, for
+            optimizers that have them (Muon, SOAP).
+        device_memory_bytes_s: like ``dram_bytes_s``, in the device's memory, for updates there by
+            optimizers without a kernel; if unknown, assumed to be no faster than host memory.
     """
 
     h2d_bytes_s: float | None = None
@@ -56,6 +60,8 @@ class Rates:
     update_beside_params_s: float | None = None
     disk_cpu_bytes_s: float | None = None
     device_update_params_s: float | None = None
+    host_flops_s: float | None = None
+    device_memory_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

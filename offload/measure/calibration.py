@@ -29,16 +29,22 @@ from . import rates
 __all__ = ["Calibration", "Task", "calibrate"]
 
 log = logging.getLogger("overspill")
-FORMAT = 4  # of the file; those of another format are left alone
+FORMAT = 5  # of the file; those of another format are left alone
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a run asks of the processors: its update (``None`` for a rule that cannot be measured
-    alone), and the dtype of its matrix products."""
+    """What a run asks of the processors.
+
+    Attributes:
+        update: ``None`` if no rule can be measured alone.
+        products: the dtype of its matrix products.
+        update_products: the dtype of those of its update; ``None`` if that has none.
+    """
 
     update: Case | None
     products: torch.dtype
+    update_products: torch.dtype | None = None
 
 
 @dataclass
@@ -48,7 +54,7 @@ class Calibration:
     Attributes:
         about: what must be the same for the rates to be the same.
         updates: rates by rule and formats.
-        flops: of matrix products per second, by dtype.
+        flops: of matrix products per second, by dtype; those of the CPU as ``"cpu float32"``.
         doubt: why a run found that the rates no longer hold.
     """
 
@@ -70,6 +76,7 @@ class Calibration:
             update_beside_params_s=update.beside_params_s if update else None,
             device_update_params_s=update.device_params_s if update else None,
             device_flops_s=self.flops.get(_dtype_name(task.products)),
+            host_flops_s=self.flops.get(_on_cpu(task.update_products)),
         )
 
     def doubted(self, reason: str) -> None:
@@ -133,6 +140,9 @@ def calibrate(
         if _dtype_name(task.products) not in found.flops:
             found.flops[_dtype_name(task.products)] = rates.measure_flops(device, task.products)
             changed = True
+        if (dtype := task.update_products) is not None and _on_cpu(dtype) not in found.flops:
+            found.flops[_on_cpu(dtype)] = rates.measure_flops("cpu", dtype)
+            changed = True
     if changed:
         found.keep()
     return found
@@ -169,6 +179,10 @@ def _name(case: Case) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _on_cpu(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else f"cpu {_dtype_name(dtype)}"
 
 
 def _kept(path: Path, about: dict[str, Any]) -> Calibration | None:

@@ -214,11 +214,17 @@ def link(device: torch.device, limit_s: float) -> Link:
     )  # fmt: skip
 
 
-def dram(limit_s: float) -> float:
-    """Bytes per second read and written by a copy in host memory, the two added up."""
-    src = torch.ones(DRAM_BYTES, dtype=torch.uint8, device="cpu")
+def memory(device: torch.device, limit_s: float) -> float:
+    """Bytes per second read and written by a copy in a device's memory, the two added up."""
+    src = torch.ones(DRAM_BYTES, dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
-    return 2 * DRAM_BYTES / best_s(lambda: dst.copy_(src), limit_s)
+
+    def run() -> None:
+        dst.copy_(src)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    return 2 * DRAM_BYTES / best_s(run, limit_s)
 
 
 def flops(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..facts.rates import Rates, UpdateRate
-from ..optim.bench import Case, device_update_rate, update_costs
+from ..optim.bench import CPU, Case, device_update_rate, update_costs
 from ..optim.kernels import threads_beside
 from . import probes
 
@@ -46,7 +46,8 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
         disk_write_bytes_s=disk.write_bytes_s if disk else None,
         disk_both_bytes_s=disk.both_bytes_s if disk else None,
         disk_cpu_bytes_s=disk.cpu_bytes_s if disk else None,
-        dram_bytes_s=probes.dram(MEASURE_S / 8),
+        dram_bytes_s=probes.memory(CPU, MEASURE_S / 8),
+        device_memory_bytes_s=probes.memory(compute, MEASURE_S / 8) if link else None,
     )
 
 

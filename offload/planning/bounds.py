@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..schedule.layout import Layout
-from ..schedule.units import Unit
+from ..schedule.units import Subgroup, Unit
 from ..schedule.visits import visitors
 
 
@@ -39,7 +39,7 @@ def _backward_share(units: Sequence[Unit]) -> float:
 
 
 def lane_seconds(
-    links: Mapping[str, int], rates: Rates | None, *, update_params: float = 0, flops: float = 0.0
+    links: Mapping[str, int], rates: Rates | None, *, update_s: float = 0.0, flops: float = 0.0
 ) -> dict[str, float]:
     """Return the seconds that each lane needs for its work of a step.
 
@@ -47,7 +47,7 @@ def lane_seconds(
 
     Args:
         links: bytes by lane.
-        update_params: parameters that the optimizer updates on the CPU.
+        update_s: seconds of the update.
         flops: of all forwards and backwards of the step.
     """
     if rates is None:
@@ -58,7 +58,7 @@ def lane_seconds(
         "copy_out": (links.get("copy_out", 0), rates.d2h_bytes_s),
         "read": (links.get("read", 0), rates.disk_read_bytes_s),
         "write": (links.get("write", 0), rates.disk_write_bytes_s),
-        "update": (update_params, rates.update_params_s),
+        "update": (update_s, 1.0),
     }
     return {lane: amount / rate for lane, (amount, rate) in work.items() if rate and amount}
 
@@ -77,28 +77,63 @@ def trained_params(layout: Layout) -> int:
     return sum(s.count for group in layout.subgroups for s in group)
 
 
-def update_work(layout: Layout, rates: Rates) -> float:
-    """Return the parameters that the CPU could update in the time of a step's update, in which CPU
-    and device each update their share at the same time."""
-    total = trained_params(layout)
-    if not rates.update_params_s or not rates.device_update_params_s:
-        return total
-    there = total * device_update_share(layout)
-    return max(total - there, there * rates.update_params_s / rates.device_update_params_s)
+def update_seconds(subgroup: Subgroup, rates: Rates, *, on_device: bool) -> float:
+    """Return the seconds to update one record; 0 without rates.
+
+    Without rates of the device's updates, they take as long as on the CPU.
+    """
+    if subgroup.flops or subgroup.moved_bytes:  # see Note [Cost of an update]
+        memory, products = rates.dram_bytes_s, rates.host_flops_s
+        if on_device:
+            memory, products = rates.device_memory_bytes_s or memory, rates.device_flops_s
+        return (subgroup.moved_bytes / memory if memory else 0.0) + (
+            subgroup.flops / products if products else 0.0
+        )
+    there = rates.device_update_params_s if on_device else None
+    rate = there or rates.update_params_s
+    return subgroup.count / rate if rate else 0.0
+
+
+def updates_beside(rates: Rates) -> bool:
+    """Return whether updates on the device take its own time, and not the CPU's."""
+    return bool(rates.device_update_params_s or rates.device_memory_bytes_s)
+
+
+def step_update_seconds(layout: Layout, rates: Rates) -> float:
+    """Return the seconds of a step's update, in which CPU and device each update their share at the
+    same time."""
+    there = updated_on_device(layout)
+    seconds = [0.0, 0.0]
+    for subgroup in layout.records:
+        on_device = subgroup.index in there
+        lane = int(on_device and updates_beside(rates))
+        seconds[lane] += update_seconds(subgroup, rates, on_device=on_device)
+    return max(seconds)
+
+
+def device_update_flops(layout: Layout) -> int:
+    """Return the FLOPs of the matrix products of a step's updates on the device."""
+    there = updated_on_device(layout)
+    return sum(s.flops for s in layout.records if s.index in there)
 
 
 def device_update_share(layout: Layout) -> float:
     """Return the share of the parameters that the device updates, because their state stays there
     or is copied there for it."""
-    total = trained_params(layout)
-    visiting = visitors(layout)
-    there = sum(
-        subgroup.count
-        for group, home in zip(layout.subgroups, layout.homes, strict=True)
+    total, there = trained_params(layout), updated_on_device(layout)
+    return sum(s.count for s in layout.records if s.index in there) / total if total else 0.0
+
+
+def updated_on_device(layout: Layout) -> frozenset[int]:
+    """Return the records that the device updates."""
+    pairs = zip(layout.subgroups, layout.homes, strict=True)
+    stay = {
+        subgroup.index
+        for group, home in pairs
         for subgroup, tier in zip(group, home.state, strict=True)
-        if tier is Tier.DEVICE or subgroup.index in visiting
-    )
-    return there / total if total else 0.0
+        if tier is Tier.DEVICE
+    }
+    return visitors(layout) | stay
 
 
 def device_update_worth(rates: Rates) -> float | None:
@@ -120,9 +155,7 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
     times_used = 2 if layout.trains else 1
     once = _moved_weights(layout, forward_only=True) if layout.trains else (0, 0)
     read, write = _state_seconds(layout, rates)
-    times = [read, write]
-    if rates.update_params_s:
-        times.append(update_work(layout, rates) / rates.update_params_s)
+    times = [read, write, step_update_seconds(layout, rates)]
     if layout.has_device and rates.h2d_bytes_s:
         times.append((times_used * streamed - once[0]) / rates.h2d_bytes_s)
     if rates.disk_read_bytes_s:
@@ -170,7 +203,8 @@ def step_bound(
         compute_s: seconds of compute of a step, if they were measured.
     """
     flops = step_flops(layout.units, tokens)
-    seconds = lane_seconds(links, rates, update_params=update_work(layout, rates), flops=flops)
+    update_s = step_update_seconds(layout, rates)
+    seconds = lane_seconds(links, rates, update_s=update_s, flops=flops)
     if compute_s:
         seconds["compute"] = compute_s
     floors = dict(seconds)
@@ -182,6 +216,8 @@ def step_bound(
     gradients = max(last, out)  # from the start of the last backward to the end of the last copy
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
+    if compute and rates.device_flops_s:  # products of updates take their time from compute
+        floors["compute"] += device_update_flops(layout) / rates.device_flops_s
     if compute and not layout.has_device:
         floors["compute"] = max(
             floors["compute"],

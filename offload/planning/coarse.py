@@ -33,7 +33,13 @@ def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
             part = group[first:last]
             nbytes = sum(s.nbytes for s in part)
             total = sum(s.count for s in part)
-            mine.append(replace(part[0], index=index, count=total, nbytes=nbytes))
+            work = sum(s.flops for s in part), sum(s.moved_bytes for s in part)
+            mine.append(
+                replace(
+                    part[0], index=index, count=total, nbytes=nbytes, flops=work[0],
+                    moved_bytes=work[1],
+                )
+            )  # fmt: skip
             place = home.state_places[first]
             places.append(None if place is None else Place(place.tier, place.offset, nbytes))
             index += 1

@@ -118,7 +118,7 @@ def _layout(
         keyed.setdefault((kind, group, apart), []).append((index, name, p))
     chunks: list[Chunk] = []
     byte_offset = grad_offset = 0
-    for (kind, group, _), members in sorted(
+    for (kind, group, apart), members in sorted(
         keyed.items(),
         key=lambda item: (item[0][1] is None, item[0][1] or 0, str(item[0][0]), item[0][2]),
     ):
@@ -128,7 +128,9 @@ def _layout(
         for index, name, p in members:
             specs.append(_spec(index, name, p, offset))
             offset += align(max(specs[-1].numel, 1), border)
-        chunk = Chunk(kind, group, offset, byte_offset, grad_offset, tuple(specs))
+        chunk = Chunk(
+            kind, group, offset, byte_offset, grad_offset, tuple(specs), whole=apart >= 0
+        )  # fmt: skip
         chunks.append(chunk)
         byte_offset += align(chunk.nbytes, PAGE)
         if group is not None:

@@ -40,7 +40,8 @@ class Placement:
         self.beside = [u for u in even if u.trainable and not self._alone(u)]
         self.order = self.beside + [u for u in even if u not in self.beside]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
-        self.visit_slot = self.saved_room = 0
+        self.visit_slot = self.visit_slots = self.saved_room = 0
+        self.visiting = False
         self.unpacked = 0
         self.pages_there: set[int] = set()
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
@@ -48,7 +49,7 @@ class Placement:
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
         numel = needs.numel or self._record_numel()
-        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
+        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel, needs.cost_of)
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
         self.resident = [self._stays(u) for u in self.units]

@@ -14,7 +14,7 @@ from ..schedule.layout import Layout, SavedRoom, UnitHome
 from ..schedule.units import Unit, align
 from .costs import Profile
 from .steady import Simulated
-from .subgroups import FieldsOf
+from .subgroups import CostOf, FieldsOf
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,9 @@ class Needs:
     numel: int | None = None  # elements of a state record; ``None``: chosen to fit the budgets
     pinned: frozenset[int] = frozenset()  # units whose weights stay in compute's memory
     update_bytes: int = 0  # host memory of the update itself, of parameters updated as a whole
+    device_update_bytes: int = 0  # the same on the device
+    cost_of: CostOf = lambda chunk: None  # of updates as a whole
+    matrices_visit: bool = False  # see Note [Device updates of matrices]
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
@@ -259,6 +262,8 @@ class Plan:
             held += f"; {pageable} of host memory cannot be page-locked, so copies are slower"
         if self.detail.optimizer is not None:
             held += f"; {self.detail.optimizer}"
+        if self.detail.device_update_share:
+            held += f"; the device runs {self.detail.device_update_share:.0%} of the update"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

@@ -16,7 +16,7 @@ from ..schedule.arena import Place
 from ..schedule.layout import Layout, Regions, SavedRoom, UnitHome
 from ..schedule.units import PAGE, Unit, align
 from ..schedule.visits import SLOTS as VISIT_SLOTS
-from ..schedule.visits import visit_of
+from ..schedule.visits import is_matrix, visit_of
 from .partition import Partition
 from .placement import STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
@@ -63,13 +63,15 @@ class _Planner(Placement):
         assert self.budgets.device is not None
         gather = max((u.grad_bytes for u in self.units), default=0)
         fixed = sum(u.weight_bytes for u in self.units if self.resident[u.index])
-        need = fixed + self._device_weights(0) + gather
+        self.visit_slot = self._visit_slot(matrices=True)
+        need = fixed + self._device_weights(0) + gather + self.visit_slot
         if need > self.budgets.device:
             largest = max(self.units, key=lambda u: self._group_bytes(u, apart=True))
             self.shortfalls.append(
                 Shortfall(
                     Tier.DEVICE,
-                    f"unit {largest.name!r} with its gradient",
+                    f"unit {largest.name!r} with its gradient"
+                    + (", and an update of a matrix," if self.visit_slot else ""),
                     need,
                     self.budgets.device,
                     "raise device_memory or name smaller units"
@@ -79,6 +81,7 @@ class _Planner(Placement):
             )
             return self._device_weights(0), gather
         budget = self.budgets.device - self._for_saved(self.budgets.device - need)
+        need -= self.visit_slot
         budget -= self._make_room_for_visits(budget - need)
         everything = sum(u.weight_bytes for u in self.units) + gather
         if everything <= budget:
@@ -122,24 +125,34 @@ class _Planner(Placement):
                     self.weights[unit.index] = Tier.HOST
         return room - spend.left
 
+    def _visit_slot(self, *, matrices: bool) -> int:
+        """Return the bytes of a slot for records that are copied to the device for their update.
+
+        Args:
+            matrices: only for those that always are; see Note [Device updates of matrices].
+        """
+        slot = 0
+        for unit, group in zip(self.units, self.subgroups, strict=True):
+            converts = converts_grads(unit, self.needs.accumulate)
+            for s in group if self.needs.matrices_visit or not matrices else ():
+                if not matrices or is_matrix(s):
+                    visit = visit_of(s, unit.chunks[s.chunk].dtype, converts=converts)
+                    slot = max(slot, visit.slot_bytes)
+        return slot
+
     def _make_room_for_visits(self, room: int) -> int:
         """Reserve slots for state records that are copied to the device for their update.
 
         Returns:
             Their bytes; 0 if no records are, or if there is no room.
         """
-        if not self.needs.prefer.visiting:
-            return 0
-        slot = 0
-        for unit, group in zip(self.units, self.subgroups, strict=True):
-            converts = converts_grads(unit, self.needs.accumulate)
-            for s in group:
-                visit = visit_of(s, unit.chunks[s.chunk].dtype, converts=converts)
-                slot = max(slot, visit.slot_bytes)
-        if VISIT_SLOTS * slot > room:
-            return 0
-        self.visit_slot = slot
-        return VISIT_SLOTS * slot
+        if self.needs.prefer.visiting:
+            slot = self._visit_slot(matrices=False)
+            if VISIT_SLOTS * slot <= room:
+                self.visit_slot, self.visit_slots, self.visiting = slot, VISIT_SLOTS, True
+        if self.visit_slot and not self.visiting:
+            self.visit_slots = min(VISIT_SLOTS, max(1, room // self.visit_slot))
+        return self.visit_slot * self.visit_slots
 
     def _move_to_device(self, spend: _Spend) -> None:
         """Place as many whole units on the device as fit.
@@ -311,7 +324,7 @@ class _Planner(Placement):
             self._slot_bytes(),
             slots if self._slot_bytes() else 0,
             self.visit_slot,
-            VISIT_SLOTS if self.visit_slot else 0,
+            self.visit_slots,
         )
         disk = self.disk_bytes()
         if self.budgets.nvme is not None and disk > self.budgets.nvme:
@@ -332,7 +345,8 @@ class _Planner(Placement):
                 self.has_device,
                 self.needs.durable,
                 self.depth,
-                self.needs.prefer.visiting if self.visit_slot else 0.0,
+                self.needs.prefer.visiting if self.visiting else 0.0,
+                self.needs.matrices_visit and self.visit_slots > 0,
                 self._saved(regions, disk),
                 frozenset(self.in_place),
                 sum(self.units[i].weight_bytes for i in self.cached),

@@ -43,6 +43,7 @@ from ..schedule.messages import (
 from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
+from .bounds import device_update_flops, update_seconds, updates_beside
 from .costs import Costs
 from .lanes import LEGS, Compute, ComputePart, Lane, Leg
 from .save_timing import INPUTS
@@ -67,7 +68,8 @@ LEAST_SPEED = 0.05  # of compute and updates, even if disk transfers need all pr
 # it ends, the machine gets ``Done``.  A heap has the expected end of each lane's current piece.
 #
 # Lanes slow each other down: reads and writes that share the disks do, and without a device compute
-# and updates share the processors (half each).  Compute also stops while a transfer to or from disk
+# and updates share the processors (half each); with one, compute and updates with matrix products
+# share the device.  Compute also stops while a transfer to or from disk
 # needs a processor.  When a lane becomes busy or idle, ``_changed`` updates the remaining work of
 # its rivals and schedules a new end for them; ``Lane.turn`` marks the old entries as void.
 #
@@ -98,7 +100,6 @@ class Simulation:
         self._computing = ""  # name of the unit that compute runs
         self._lane = "update"  # the lane whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
-        self._params = [s.count for s in subgroups]
         self._device_updates = [visit_in(layout, s) for s in subgroups]
         names = [unit.name for unit in layout.units]
         self._names = {
@@ -119,8 +120,7 @@ class Simulation:
             s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
         ]
         rates = costs.rates
-        # Without a measured rate for updates on the device, they take the CPU's lane.
-        self._there = "there" if rates.device_update_params_s else "update"
+        self._there = "there" if layout.has_device and updates_beside(rates) else "update"
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
             "write": _inverse(rates.disk_write_bytes_s),
@@ -142,6 +142,8 @@ class Simulation:
             for name in DISK:
                 self._rivals[name] += ("update", "compute")
             self._rivals.update(update=("compute",), compute=("update",))
+        elif layout.has_device and device_update_flops(layout):
+            self._rivals.update({self._there: ("compute",), "compute": (self._there,)})
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class Simulation:
         if not self._rivals[name]:
             return 1.0
         free = 1.0 - sum(self._takes[d] * self._lanes[d].speed for d in DISK if self._busy(d))
-        halved = self._busy("compute") and self._busy("update")
+        halved = self._busy("compute") and self._busy(self._there)
         return max(LEAST_SPEED, free / (2 if halved else 1))
 
     def _changed(self, lane: Lane) -> None:
@@ -221,8 +223,8 @@ class Simulation:
         rates = self.costs.rates
         if lane.told == "update" and isinstance(work, (Update, Leg)):
             update = work if isinstance(work, Update) else work.update
-            there = rates.device_update_params_s if update.on_device else None
-            return self._params[update.subgroup] * _inverse(there or rates.update_params_s)
+            record = self.layout.records[update.subgroup]
+            return update_seconds(record, rates, on_device=update.on_device)
         if isinstance(work, (Accumulate, Clear)):
             moved = work.place.nbytes * (2 if isinstance(work, Accumulate) else 1)
             return moved * _inverse(rates.dram_bytes_s)

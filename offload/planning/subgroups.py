@@ -37,7 +37,18 @@ class StateField(Protocol):
         ...
 
 
+class UpdateWork(Protocol):
+    """The work of one update of a parameter; see ``Subgroup``."""
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def moved_bytes(self) -> int: ...
+
+
 FieldsOf = Callable[[Chunk], Sequence[StateField]]
+CostOf = Callable[[Chunk], UpdateWork | None]  # ``None``: a kernel with a measured rate runs it
 
 
 def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace, ...], int]:
@@ -50,18 +61,13 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
     return tuple(places), align(max(offset, 1), PAGE)  # a rule without state has one page
 
 
-def is_whole(fields: Sequence[StateField]) -> bool:
-    """Return whether state belongs to a parameter as a whole, so that its record is not cut."""
-    return any(field.block == 0 for field in fields)
-
-
 def cut_subgroups(
-    units: Sequence[Unit], fields_of: FieldsOf, numel: int
+    units: Sequence[Unit], fields_of: FieldsOf, numel: int, cost_of: CostOf = lambda chunk: None
 ) -> tuple[tuple[Subgroup, ...], ...]:
     """Return the subgroups of every unit, with at most ``numel`` elements each.
 
     Subgroups are numbered over the whole model.  ``numel`` must be a multiple of every field's
-    block.  Chunks whose state belongs to a parameter as a whole are not cut.
+    block.  Chunks that are updated as a whole are not cut.
     """
     index = 0
     result: list[tuple[Subgroup, ...]] = []
@@ -70,8 +76,8 @@ def cut_subgroups(
         for number, chunk in enumerate(unit.chunks):
             if chunk.group is None:
                 continue
-            fields = fields_of(chunk)
-            most = chunk.numel if is_whole(fields) else numel
+            fields, cost = fields_of(chunk), cost_of(chunk)
+            most = chunk.numel if chunk.whole else numel
             records = {
                 count: _record(fields, count)
                 for count in {min(most, chunk.numel), chunk.numel % most}
@@ -80,7 +86,10 @@ def cut_subgroups(
             for start in range(0, chunk.numel, most):
                 count = min(most, chunk.numel - start)
                 places, nbytes = records[count]
-                mine.append(Subgroup(index, unit.index, number, start, count, places, nbytes))
+                work = (0, 0) if cost is None else (cost.flops, cost.moved_bytes)
+                mine.append(
+                    Subgroup(index, unit.index, number, start, count, places, nbytes, *work)
+                )
                 index += 1
         result.append(tuple(mine))
     return tuple(result)
@@ -93,7 +102,7 @@ def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
         for chunk in unit.chunks:
             if chunk.group is not None:
                 fields = fields_of(chunk)
-                count = chunk.numel if is_whole(fields) else 2**16
+                count = chunk.numel if chunk.whole else 2**16
                 worst = max(worst, _record(fields, count)[1] / count)
     return worst
 

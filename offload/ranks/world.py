@@ -304,7 +304,7 @@ class World:
         """Return the rates of one of a machine's ranks while all of them work."""
         shared = (
             "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s",
-            "update_params_s", "update_beside_params_s",
+            "update_params_s", "update_beside_params_s", "host_flops_s",
         )  # fmt: skip
         found = {name: getattr(whole, name) for name in shared}
         return replace(whole, **{k: v / self.local_size for k, v in found.items() if v is not None})

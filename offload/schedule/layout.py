@@ -172,6 +172,7 @@ class Layout:
     durable: bool
     prefetch_depth: int
     visiting: float = 0.0  # share of the records not kept on the device that are updated there
+    matrices_visit: bool = False  # whether those with many matrix products are updated there
     saved: SavedRoom = NO_ROOM
     in_place: frozenset[int] = frozenset()  # units read from the user's own files
     cached_bytes: int = 0  # bytes of these that the host region of weights can keep

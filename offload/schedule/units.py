@@ -62,6 +62,7 @@ class Chunk:
         numel: elements, with the padding between parameters.
         byte_offset: offset in the unit's weight slot, in bytes.
         grad_offset: offset in its gradient slot, in bytes, for gradients in the weights' dtype.
+        whole: whether it is one parameter that is updated as a whole, so that it is not cut.
     """
 
     dtype: torch.dtype
@@ -70,6 +71,7 @@ class Chunk:
     byte_offset: int
     grad_offset: int
     params: tuple[ParamSpec, ...]
+    whole: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +174,10 @@ class Subgroup:
     """Elements ``[start, start + count)`` of chunk ``chunk`` of unit ``unit``.
 
     Its state record holds ``fields`` and takes ``nbytes`` (whole pages) in memory and on disk.
+
+    Attributes:
+        flops, moved_bytes: of its update, if a kernel with a measured rate does not run it: FLOPs
+            of matrix products, and bytes that its operators read and write.
     """
 
     index: int
@@ -181,3 +187,5 @@ class Subgroup:
     count: int
     fields: tuple[FieldPlace, ...]
     nbytes: int
+    flops: int = 0
+    moved_bytes: int = 0

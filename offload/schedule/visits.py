@@ -4,6 +4,13 @@ The record is copied with the gradients and weights of its parameters, all three
 device memory.  State and weights are copied back.
 """
 
+# Note [Device updates of matrices]
+# Optimizers such as Muon, SOAP and Shampoo compute products of whole matrices.  On a CPU these can
+# take longer than the whole step; a device computes them in a fraction of the time that their
+# record takes on the link.  So records with many products (``is_matrix``) are updated on
+# the device whenever it has room for a slot and for the temporaries of the update.  For other
+# records, the CPU is often as fast as the link, and the planner simulates which share is worth it.
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -15,6 +22,9 @@ from .layout import Layout
 from .units import PAGE, Subgroup, align
 
 SLOTS = 3  # one is copied in, one updated, one copied out
+# FLOPs per parameter above which a record is a matrix.  A visit moves about 16 bytes per parameter,
+# so that a CPU of 0.5 TFLOP/s and a link of 16 GB/s take the same time.
+MATRIX_FLOPS = 512
 
 
 class Visit(NamedTuple):
@@ -62,17 +72,29 @@ def visit_in(layout: Layout, subgroup: Subgroup) -> Visit:
     return visit_of(subgroup, dtype, converts=layout.converts[subgroup.unit])
 
 
+def is_matrix(subgroup: Subgroup) -> bool:
+    """Return whether a record's update has many matrix products; see Note [Device updates of
+    matrices]."""
+    return subgroup.flops > MATRIX_FLOPS * subgroup.count
+
+
 def visitors(layout: Layout) -> frozenset[int]:
     """Return the records that are copied to the device for their update.
 
-    They have about the share ``layout.visiting`` of the parameters whose state does not live on the
-    device.  They are evenly spread, so that the CPU updates other records meanwhile.
+    These are the matrices (see ``is_matrix``) if ``layout.matrices_visit``.  Others have about the
+    share ``layout.visiting`` of the parameters whose state does not live on the device, apart from
+    parameters that are updated as a whole.  They are evenly spread, so that the CPU updates other
+    records meanwhile.
     """
     chosen: list[int] = []
     due = 0.0  # parameters still to choose to reach the share so far
     for group, home in zip(layout.subgroups, layout.homes, strict=True):
         for subgroup, tier in zip(group, home.state, strict=True):
-            if tier is Tier.DEVICE or not layout.visiting:
+            if tier is Tier.DEVICE or not (layout.visiting or layout.matrices_visit):
+                continue
+            if subgroup.moved_bytes:  # of a whole parameter
+                if layout.matrices_visit and is_matrix(subgroup):
+                    chosen.append(subgroup.index)
                 continue
             due += layout.visiting * subgroup.count
             if due >= subgroup.count / 2:

@@ -17,7 +17,7 @@ from ..planning.costs import Profile
 from ..planning.plan import Plan
 from ..plans import make_plan
 from .head import mark_chunked
-from .skeletons import skeleton_adamw
+from .skeletons import skeleton_optimizer
 
 GIB = 1 << 30
 MORE_HOST, MORE_DISKS = "one GiB more of host memory", "one more disk"
@@ -25,20 +25,23 @@ HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], Plan]
 
 
-def planner(model: nn.Module, options: Mapping[str, Any]) -> Make:
-    """What plans a model without weights, trained with AdamW as ``overspill train`` does, by a
-    machine (``None``: this one), tokens of a micro-step, and other options or ways to plan.
+def planner(model: nn.Module, options: Mapping[str, Any], optimizer: str = "adamw") -> Make:
+    """What plans a model without weights, by a machine (``None``: this one), tokens of a
+    micro-step, and other options or ways to plan.
+
+    Args:
+        optimizer: see ``skeleton_optimizer``; ``overspill train`` has AdamW.
 
     Raises:
         ValueError, BudgetError: as ``plan`` does.
     """
-    optimizer = skeleton_adamw(model)
+    trained_with = skeleton_optimizer(model, optimizer)
     mark_chunked(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, "tokens": tokens, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
-        return make_plan(model, optimizer, given, machine=machine, **how)
+        return make_plan(model, trained_with, given, machine=machine, **how)
 
     return make
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optim.joint import JointOptimizer
+
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
@@ -136,6 +138,32 @@ def skeleton_adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer.param_groups = [{"params": trained, **optimizer.defaults}]
     return optimizer
+
+
+def skeleton_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """What trains a model, as far as a plan looks at it.
+
+    Args:
+        name: ``"adamw"``, or ``"muon"`` for Muon on the matrices of the layers, and AdamW on the
+            rest.
+
+    Raises:
+        ValueError: another name, or torch has no Muon.
+    """
+    if name == "adamw":
+        return skeleton_adamw(model)
+    if name != "muon":
+        raise ValueError(f"optimizer {name!r} is unknown; use adamw or muon")
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError("torch.optim.Muon needs torch 2.9 or later")
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    rows = {len(table) for table in tables}  # a head has as many
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2 and len(p) not in rows]
+    own = set(matrices)
+    others = [p for p in trained if p not in own]
+    rest = [torch.optim.AdamW(others)] if others else []
+    return JointOptimizer([torch.optim.Muon(matrices), *rest])
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module | None:

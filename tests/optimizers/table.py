@@ -112,7 +112,7 @@ def of_pytorch_optimizer() -> list[Public]:
 
 def of_torch() -> list[Public]:
     known = {
-        "Adam": NATIVE, "AdamW": NATIVE, "SGD": NATIVE, "Adagrad": NATIVE,
+        "Adam": NATIVE, "AdamW": NATIVE, "SGD": NATIVE, "Adagrad": NATIVE, "Muon": NATIVE,
         "LBFGS": REFERS, "SparseAdam": FAILS,
     }  # fmt: skip
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}}

@@ -70,7 +70,7 @@ def test_each_updates_its_own_parameters(update: str, place: str, tmp_path: Path
         step(model, made, number, mine)
     same(model, plain)
     assert [o.step_count for o in made] == [6, 6]
-    assert sorted(made[0].state[model[0][0].weight]) == ["momentum_buffer"]  # type: ignore[index]
+    assert sorted(made[0].state[model[0][0].weight]) == ["momentum_buffer", "step"]  # type: ignore[index]
     assert len(made[0].state) == 4 and len(made[1].state) == 12
     made[0].close()
 

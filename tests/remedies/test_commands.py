@@ -102,13 +102,23 @@ def test_plan(words: str, bad: list[str], good: list[list[str]]) -> None:
 
 
 @tries("offload/cli/plan.py", "--largest looks for a model; leave MODEL out",
-       "--options tries moments, packed bases and LoRA; leave them out")  # fmt: skip
+       "--options tries moments, packed bases and LoRA; leave them out",
+       "--options and --largest are for AdamW; leave --optimizer out")  # fmt: skip
 def test_plan_options() -> None:
     budgets = ("--device", "sim", "--device-memory", "1GiB", "--host-memory", "4GiB")
     refused("--largest looks for a model", "plan", "gpt2-1m", "--largest", *budgets)
     works("plan", "--largest", "--tokens", "0", *budgets)
     refused("--options tries", "plan", "gpt2-1m", "--options", "--moments", "int8", *budgets)
     works("plan", "gpt2-1m", "--options", "--tokens", "0", *budgets)
+    muon = ("--optimizer", "muon")
+    refused("--options and --largest are", "plan", "gpt2-1m", "--options", *muon, *budgets)
+
+
+@tries("offload/train/skeletons.py", "is unknown; use adamw or muon")
+def test_the_optimizer_of_a_plan() -> None:
+    plan = ("plan", "gpt2-1m", "--tokens", "0", "--host-memory", "4GiB", "--optimizer")
+    refused("optimizer 'adam' is unknown; use adamw or muon", *plan, "adam")
+    works(*plan, "muon")
 
 
 @tries("offload/plans.py", ", or give --tokens 0 (tokens=0)",

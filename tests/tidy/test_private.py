@@ -11,7 +11,8 @@ OPTIMIZER_FILE = "offload/private/optimizer_private.py"
 MODULE_FILE = "offload/private/module_private.py"
 FSDP_FILE = "offload/ranks/fsdp_private.py"  # what FSDP2 keeps to itself
 # Documented under these names by PyTorch, and by Python for named tuples.
-PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace", "_current_frames")
+PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace", "_current_frames",
+                       "_python_dispatch")  # fmt: skip
 OWNERS = ("self", "cls", "mcs")
 # What a framework, or Python, has no other way to ask for, in the one file that is for it.
 OF_FRAMEWORKS = {

@@ -186,7 +186,7 @@ def test_a_moment_of_another_rule_keeps_its_sign() -> None:
 @pytest.mark.parametrize("make", sorted(registry.MAKERS, key=lambda kind: str(kind)))
 def test_ours_are_called_side_by_side(make: Any) -> None:
     """What else has its two lanes wait for each other."""
-    optimizer = make([nn.Parameter(torch.zeros(4))], lr=1e-2)
+    optimizer = make([nn.Parameter(torch.zeros(2, 2))], lr=1e-2)
     assert all(is_reentrant(rule) for rule in rules_for(optimizer))
 
 

@@ -1,0 +1,209 @@
+"""The work of an update that is not a kernel of ours: counted by operators, without running it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .formats import Master, Moments
+from .rule import WholeRule
+from .streamed import Answers, Quiet, StreamedRule
+
+# Note [Cost of an update]
+# Kernels of ours take a time per parameter that is measured.  The step of another optimizer is a
+# series of operators.  Its time is about that of the bytes that they read and write at the memory's
+# rate, and of the FLOPs of their matrix products at the processors' rate.  ``Counter`` counts both,
+# and the memory of temporaries, while the step runs on ``meta`` tensors of the parameter's shape,
+# which takes no memory.  A step that cannot run there runs on a small tensor on the CPU, and what
+# it took is scaled: bytes like elements, products like their power of 3/2.
+#
+# Some steps do more work than others (a projection is refreshed), so the mean of several is used.
+
+# FLOPs of factorizations of an m x n matrix, m >= n (Golub and Van Loan, Matrix Computations).
+_FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
+    "aten._linalg_eigh": lambda m, n: 9 * n**3,
+    "aten._linalg_svd": lambda m, n: 6 * m * n**2 + 20 * n**3,
+    "aten.linalg_qr": lambda m, n: 4 * m * n**2 - 4 * n**3 / 3,
+    "aten.linalg_inv_ex": lambda m, n: 2 * n**3,
+    "aten.linalg_cholesky_ex": lambda m, n: n**3 / 3,
+}
+
+_STEPS = 10
+_SMALL = 2**14  # elements of a parameter whose step runs on the CPU
+
+
+class UpdateCost(NamedTuple):
+    """The work of one update of one parameter.
+
+    Attributes:
+        flops: of its matrix products.
+        moved_bytes: read and written by its operators.
+        temporary_bytes: the most memory that its temporaries take at the same time.
+        dtype: of the products.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    temporary_bytes: int = 0
+    dtype: torch.dtype | None = None
+
+
+class Counter(TorchDispatchMode):
+    """Counts the work of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.moved_bytes = self.temporary_bytes = 0
+        self.dtype: torch.dtype | None = None
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def cost(self) -> UpdateCost:
+        return UpdateCost(self.flops, self.moved_bytes, self.temporary_bytes, self.dtype)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        given, made = _tensors((args, kwargs)), _tensors(found)
+        if func.is_view:
+            return found
+        packet = func.overloadpacket
+        if (count := flop_registry.get(packet)) is not None:
+            self.flops += count(*args, **kwargs, out_val=found)
+            self.dtype = given[0].dtype
+        elif (factorized := _FACTORIZATIONS.get(str(packet))) is not None:
+            n, m = sorted(args[0].shape[-2:])
+            self.flops += int(factorized(m, n) * args[0].shape[:-2].numel())
+            self.dtype = given[0].dtype
+        self.moved_bytes += sum(map(_nbytes, given)) + sum(map(_nbytes, made))
+        self._note(made, given)
+        return found
+
+    def _note(self, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Count the memory of new tensors for as long as they live."""
+        known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            ref = StorageWeakRef(storage)
+            if ref.cdata not in known and ref.cdata not in self._live:
+                self._live[ref.cdata] = ref, storage.nbytes()
+        for key in [key for key, (ref, _) in self._live.items() if ref.expired()]:
+            del self._live[key]
+        live = sum(nbytes for _, nbytes in self._live.values())
+        self.temporary_bytes = max(self.temporary_bytes, live)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of memory that a tensor has; expanded dimensions count once."""
+    return int(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()))
+
+
+def update_cost(
+    rule: WholeRule, group: Mapping[str, Any], shape: tuple[int, ...], weights: torch.dtype,
+    master: Master = None, moments: Moments = "fp32",
+) -> UpdateCost:  # fmt: skip
+    """Return the work of one update by a rule for whole parameters.
+
+    See Note [Cost of an update].
+
+    Args:
+        group: hyper-parameters.
+        weights: the dtype of weights and gradients.
+    """
+    if isinstance(rule, StreamedRule):
+        if shape not in rule.costs:
+            rule.costs[shape] = _estimated(shape, partial(_cost_of_steps, rule))
+        found: UpdateCost = rule.costs[shape]
+        return found
+
+    def run(device: str, size: tuple[int, ...]) -> UpdateCost:
+        apart = copy.deepcopy(rule)  # it may keep tensors from one update to the next
+        fields = apart.state_fields(weights, master, moments, size)
+        state = {
+            f.name: torch.zeros(
+                size if f.block == 1 else f.elements(math.prod(size)), dtype=f.dtype, device=device
+            )
+            for f in fields
+        }
+        weight, grad = (torch.ones(size, dtype=weights, device=device) for _ in range(2))
+        scalars = apart.scalars(group, 1, 0.5)  # so that the gradient is scaled
+        counter = Counter()
+        with Answers(), counter, torch.no_grad():
+            apart.update(grad, weight, state, scalars)
+        return counter.cost
+
+    return _estimated(shape, run)
+
+
+def _cost_of_steps(rule: StreamedRule, device: str, shape: tuple[int, ...]) -> UpdateCost:
+    """Return the mean cost of an optimizer's own steps, after its first one."""
+    counters: list[Counter] = []
+
+    def counting() -> Counter:
+        counters.append(Counter())
+        return counters[-1]
+
+    for _ in rule.steps_on(device, shape, 1 + _STEPS, counting):
+        pass
+    costs = [counter.cost for counter in counters[1:]]
+    return UpdateCost(
+        sum(cost.flops for cost in costs) // _STEPS,
+        sum(cost.moved_bytes for cost in costs) // _STEPS,
+        max(cost.temporary_bytes for cost in costs),
+        next((cost.dtype for cost in costs if cost.dtype is not None), None),
+    )
+
+
+def _estimated(
+    shape: tuple[int, ...], run: Callable[[str, tuple[int, ...]], UpdateCost]
+) -> UpdateCost:
+    """Return what ``run`` counts on ``meta``, else on a small tensor on the CPU, else a guess."""
+    numel = math.prod(shape)
+    if not numel:
+        return UpdateCost()
+    small = _shrunk(shape)
+    with Quiet():
+        for device, size in (("meta", shape), ("cpu", small)):
+            with suppress(Exception):  # on meta, an operator may need values
+                return _scaled(run(device, size), numel / math.prod(size))
+    # Its step needs something else.  Gradient, weight and momentum are read, and two are written.
+    return UpdateCost(moved_bytes=20 * numel, temporary_bytes=4 * numel)
+
+
+def _scaled(cost: UpdateCost, more: float) -> UpdateCost:
+    """Return the cost for so many times the elements."""
+    return UpdateCost(
+        int(cost.flops * more**1.5), int(cost.moved_bytes * more),
+        int(cost.temporary_bytes * more), cost.dtype,
+    )  # fmt: skip
+
+
+def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape of about the same proportions with at most ``_SMALL`` elements."""
+    size = list(shape)
+    while math.prod(size) > _SMALL:
+        largest = size.index(max(size))
+        size[largest] = -(-size[largest] // 2)
+    return tuple(size)

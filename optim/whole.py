@@ -1,0 +1,50 @@
+"""The exact fp32 weight of a parameter that is updated as a whole, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .norm import sum_of_squares
+from .reference import read_weight, write_weight
+
+MASTERS = ("master", "master_lo")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def masters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the fields of a state that belong to the weight."""
+    return {name: state[name] for name in MASTERS if name in state}
+
+
+def exact_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the fp32 weight: the weight itself or its master if one has this dtype, else a copy.
+
+    Args:
+        state: may have ``master`` (fp32) or ``master_lo`` (see ``formats``).
+    """
+    masters = masters_in(state)
+    if "master" in masters:
+        return masters["master"]
+    if masters or weight.dtype != torch.float32:
+        return read_weight(weight, masters)
+    return weight
+
+
+def store_exact(exact: Tensor, weight: Tensor, state: Mapping[str, Tensor]) -> bool:
+    """Write an fp32 value to a weight and its master; return whether the weight is finite."""
+    masters = masters_in(state)
+    if masters or weight.dtype != torch.float32:
+        write_weight(exact, weight, masters)
+    elif exact.data_ptr() != weight.data_ptr():
+        weight.copy_(exact)
+    if weight.device.type != "cpu":
+        return bool(torch.isfinite(weight).all())
+    return math.isfinite(sum_of_squares(flat(weight)))  # one pass, without a temporary
