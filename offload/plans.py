@@ -41,7 +41,7 @@ from .planning.budgets import machine_budgets, require_directories, resolve_budg
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
-from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
+from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference, Shortfall
 from .planning.planner import make_layout
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
@@ -126,7 +126,6 @@ def make_blueprint(
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
         in_place=frozenset(sources.ranges), cost_of=updates.cost_of,
     )  # fmt: skip
-    needs = _with_updates(needs, updates, parts, device=budgets.device is not None)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
@@ -145,11 +144,10 @@ def make_blueprint(
         found = choose_layout(parts, for_layout(budgets, needs), needs, depth, rates, load, prefer)
         return of_budgets(found, budgets, needs)
 
-    chosen = choose(needs)
-    if needs.matrices_visit and any(s.tier is Tier.DEVICE for s in chosen.shortfalls):
-        on_cpu = _with_updates(needs, updates, parts, device=False)
-        if not (other := choose(on_cpu)).shortfalls:
-            chosen, needs = other, on_cpu
+    def with_updates(on_device: bool) -> Needs:
+        return _with_updates(needs, updates, parts, device=on_device)
+
+    needs, chosen = _choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
     if needs.in_place and description is None:
         chosen = _copied_if_better(chosen, needs, choose)
     others: Mapping[str, float] = {}
@@ -221,6 +219,42 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     if policy != "auto":
         return parts.recomputable
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
+
+
+def _choose_side(
+    with_updates: Callable[[bool], Needs], choose: Callable[[Needs], PlannedLayout],
+    budgets: Budgets, logits_bytes: int,
+) -> tuple[Needs, PlannedLayout]:  # fmt: skip
+    """Return needs and layout with updates of matrices on the device, or if it has no room for
+    them, on the CPU."""
+    needs = with_updates(budgets.device is not None)
+    chosen = choose(needs)
+    if needs.matrices_visit and (missing := _short_tiers(chosen, needs, budgets, logits_bytes)):
+        other = choose(on_cpu := with_updates(False))
+        if len(_short_tiers(other, on_cpu, budgets, logits_bytes)) < len(missing):
+            return on_cpu, other
+    return needs, chosen
+
+
+def _short_tiers(
+    planned: PlannedLayout, needs: Needs, budgets: Budgets, logits_bytes: int
+) -> set[Tier]:
+    """Return the tiers that are too small for a layout, or for its activations."""
+    found = {each.tier for each in planned.shortfalls}
+    short = _of_activations(planned, needs, budgets, logits_bytes)
+    return found if short is None else {short.tier}
+
+
+def _of_activations(
+    planned: PlannedLayout, needs: Needs, budgets: Budgets, logits_bytes: int
+) -> Shortfall | None:
+    """Return the shortfall for activations of a layout that fits; ``None`` if there is none."""
+    if planned.shortfalls or needs.saved_bytes is None:
+        return None
+    return shortfall(
+        planned.layout, without_updates(budgets, needs), needs.saved_bytes, needs.activations,
+        needs.recomputable, logits_bytes,
+    )  # fmt: skip
 
 
 def _copied_if_better(
@@ -298,16 +332,8 @@ def _plan_of(
 ) -> Plan:  # fmt: skip
     """Build the plan that describes a chosen layout."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
-    sizes, missing, logits_bytes = needs.saved_bytes, None, load.logits_bytes(parts.units)
-    if sizes is not None and not chosen.shortfalls:
-        missing = shortfall(
-            layout,
-            without_updates(budgets, needs),
-            sizes,
-            needs.activations,
-            needs.recomputable,
-            logits_bytes,
-        )
+    sizes, logits_bytes = needs.saved_bytes, load.logits_bytes(parts.units)
+    missing = _of_activations(chosen, needs, budgets, logits_bytes)
     shortfalls = chosen.shortfalls if missing is None else (missing,)
     fits, links, bound = not shortfalls, chosen.link_bytes, None
     if rates is not None and not chosen.shortfalls:
@@ -388,7 +414,7 @@ def _measured_case(
     config: OffloadConfig,
 ) -> Case | None:  # fmt: skip
     """Return the case as which the update is measured: that of the rule with the most parameters,
-    among those that run in kernels; ``None`` if there are none."""
+    among the rules that run in kernels; ``None`` if there are none."""
     numel = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     for _, rule in sorted(zip(numel, rules, strict=True), key=lambda each: -each[0]):
         if not is_whole(rule):

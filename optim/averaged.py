@@ -134,7 +134,7 @@ def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
 def is_reentrant(rule: Rule) -> bool:
     """Return whether two threads may use a rule for updates at once.
 
-    The element-wise rules of this package, and those that say ``reentrant``, keep no state in
+    The element-wise rules of this package, and rules that say ``reentrant``, keep no state in
     themselves; nothing is known of user-defined updates or formulas.
     """
     while isinstance(rule, AveragedRule):
@@ -142,6 +142,13 @@ def is_reentrant(rule: Rule) -> bool:
     if getattr(rule, "reentrant", False) and _is_ours(type(rule)):
         return True
     return isinstance(rule, ElementwiseRule) and _is_ours(type(rule)) and _is_ours(rule.formula)
+
+
+def is_own_code(rule: Rule) -> bool:
+    """Return whether a rule is one of this package, with or without an average."""
+    while isinstance(rule, AveragedRule):
+        rule = rule.inner
+    return _is_ours(type(rule))
 
 
 def _is_ours(code: object) -> bool:

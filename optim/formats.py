@@ -60,7 +60,7 @@ class WholeField(Field):
     shape: tuple[int, ...] = ()
 
     def elements(self, numel: int) -> int:
-        """Stored elements, whatever the parameter has."""
+        """Stored elements; ``numel`` does not matter."""
         return math.prod(self.shape)
 
 

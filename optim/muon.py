@@ -26,14 +26,16 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class MuonScalars(StepScalars):
-    """One step; ``coefficients`` are the gradient's factor, lr, weight decay, momentum and eps.
+    """One step; ``coefficients`` are the gradient's factor, weight decay, momentum and eps.
 
     Attributes:
+        lr: a tensor without dimensions if the user gave one, since its arithmetic is in fp32.
         adjusted: how ``lr`` depends on the shape; see ``torch.optim.Muon``.
         newton_schulz: the coefficients of the iteration.
         iterations: of Newton-Schulz.
     """
 
+    lr: float | Tensor = 0.0
     nesterov: bool = True
     adjusted: str | None = None
     newton_schulz: tuple[float, ...] = ()
@@ -63,15 +65,21 @@ class MuonRule:
         """See ``Rule.scalars``.
 
         Raises:
-            ValueError: a hyper-parameter is not finite, or there are 100 iterations or more.
+            ValueError: a hyper-parameter is not finite, ``ns_coefficients`` are not three numbers,
+                or ``ns_steps`` is not a whole number below 100.
         """
-        iterations = int(group["ns_steps"])
-        if iterations >= 100:
-            raise ValueError(f"ns_steps must be less than 100, not {iterations}")
-        values = (number(group, key) for key in ("lr", "weight_decay", "momentum", "eps"))
+        iterations, coefficients = group["ns_steps"], tuple(map(float, group["ns_coefficients"]))
+        if not isinstance(iterations, int) or iterations >= 100:
+            raise ValueError(f"ns_steps must be a whole number below 100, not {iterations}")
+        if len(coefficients) != 3:
+            raise ValueError(f"ns_coefficients must be three numbers, not {len(coefficients)}")
+        values = (number(group, key) for key in ("weight_decay", "momentum", "eps"))
+        lr: float | Tensor = number(group, "lr")
+        if isinstance(given := group["lr"], Tensor):
+            lr = given.detach().reshape(()).clone()
         return MuonScalars(
-            step, (grad_scale, *values), noise_key(step), bool(group["nesterov"]),
-            group["adjust_lr_fn"], tuple(map(float, group["ns_coefficients"])), iterations,
+            step, (grad_scale, *values), noise_key(step), lr, bool(group["nesterov"]),
+            group["adjust_lr_fn"], coefficients, iterations,
         )  # fmt: skip
 
     def update(
@@ -80,7 +88,7 @@ class MuonRule:
     ) -> bool:  # fmt: skip
         """Update a matrix; see ``WholeRule``."""
         assert isinstance(scalars, MuonScalars)
-        scale, lr, decay, momentum, eps = scalars.coefficients
+        scale, decay, momentum, eps = scalars.coefficients
         total = state[MOMENTUM]
         if compact := total.dtype != torch.float32:
             stored = {name: flat(each) for name, each in state.items()}
@@ -91,8 +99,8 @@ class MuonRule:
         towards = grad.lerp(total, momentum) if scalars.nesterov else total
         towards = _orthogonal(towards, scalars.newton_schulz, scalars.iterations, eps)
         exact = exact_weight(weight, state)
-        exact.mul_(1 - lr * decay)
-        exact.add_(towards, alpha=-_adjusted(lr, scalars.adjusted, *weight.shape))
+        exact.mul_(float(1 - scalars.lr * decay))
+        exact.add_(towards, alpha=-float(_adjusted(scalars.lr, scalars.adjusted, *weight.shape)))
         if compact:
             write_moment(flat(total), stored, MOMENTUM, Noise(0, 0, scalars.noise_key))
         return store_exact(exact, weight, state)
@@ -113,7 +121,7 @@ def _orthogonal(
     return x.T if tall else x
 
 
-def _adjusted(lr: float, how: str | None, rows: int, columns: int) -> float:
+def _adjusted(lr: float | Tensor, how: str | None, rows: int, columns: int) -> float | Tensor:
     if how is None or how == "original":
         return lr * math.sqrt(max(1, rows / columns))
     return lr * (0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else 1.0)

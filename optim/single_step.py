@@ -206,7 +206,7 @@ def changed_attribute(
 
     Args:
         before: copies of the attributes from before.
-        params: those that it has stepped.
+        params: the parameters that it has stepped.
     """
     own = set(map(id, params))
     for name, value in optimizer.__dict__.items():

@@ -40,7 +40,7 @@ from .whole import exact_weight, store_exact
 # large state tensors are views of the parameter's record (``state_record``).  A split master, and a
 # gradient that is scaled or not fp32, need a temporary copy.
 #
-# Hyper-parameters are those that the group had when the step began.  Some optimizers write to the
+# Hyper-parameters are as the group had them when the step began.  Some optimizers write to the
 # group (a step count, the sum of past learning rates), once per step for all its parameters.
 # Copies of the group would lose this, so ``advance`` runs one more step, on a parameter of its own
 # of a few elements, and the engine stores what that has changed in the user's group.
@@ -75,7 +75,8 @@ class StreamedRule:
         options: the group's hyper-parameters for trials.
         dtypes: of tensors in the state of a parameter.
         classes: of objects in it.
-        costs: of updates, by shape, as far as ``update_cost`` has counted them.
+        costs, counted_s: of updates, by shape, as far as ``update_cost`` has counted them, and the
+            seconds that this took.
     """
 
     whole = True
@@ -96,6 +97,7 @@ class StreamedRule:
         self.classes: dict[tuple[str, str], type] = {}
         self.dtypes: set[torch.dtype] = set()
         self.costs: dict[tuple[int, ...], Any] = {}
+        self.counted_s = 0.0
         self._scratch: dict[torch.device, Tensor] = {}
         self.steps_to_settle, self.finds_without_memory = 2, False
 
@@ -366,17 +368,25 @@ class Quiet(ExitStack):
 class Answers(TorchFunctionMode):
     """Returns placeholders when code asks tensors on ``meta`` for values.
 
-    Values rarely decide about the size of the state.
+    Values rarely decide about the size of the state.  A loop may wait for one, and then raises.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _MOST_ANSWERS
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _ASKS and isinstance(args[0], Tensor) and args[0].is_meta:
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("a step asks for too many values")
             return _ASKS[func]
         return func(*args, **(kwargs or {}))
 
 
+_MOST_ANSWERS = 1000  # of one step
 _ASKS = {
     Tensor.item: 1.0, Tensor.__bool__: False, Tensor.__float__: 1.0, Tensor.__int__: 1,
     Tensor.__index__: 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .averaged import is_own_code
 from .formats import Master, Moments
 from .rule import WholeRule
 from .streamed import Answers, Quiet, StreamedRule
@@ -27,7 +29,10 @@ from .streamed import Answers, Quiet, StreamedRule
 # which takes no memory.  A step that cannot run there runs on a small tensor on the CPU, and what
 # it took is scaled: bytes like elements, products like their power of 3/2.
 #
+# Rules of others run on the CPU as well, since they may read memory by its address.
+#
 # Some steps do more work than others (a projection is refreshed), so the mean of several is used.
+# Once counting has taken long, costs are scaled from those of other shapes.
 
 # FLOPs of factorizations of an m x n matrix, m >= n (Golub and Van Loan, Matrix Computations).
 _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
@@ -39,7 +44,12 @@ _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
 }
 
 _STEPS = 10
+_LONG_S = 2.0  # of counting for one rule; after that, similar shapes are scaled
+_LEAST_BYTES = 12  # per element: gradient and weight are read, the weight is written
 _SMALL = 2**14  # elements of a parameter whose step runs on the CPU
+
+
+DEVICES = ("meta", "cpu")  # where a step is counted: on the first where it runs
 
 
 class UpdateCost(NamedTuple):
@@ -134,7 +144,9 @@ def update_cost(
     """
     if isinstance(rule, StreamedRule):
         if shape not in rule.costs:
-            rule.costs[shape] = _estimated(shape, partial(_cost_of_steps, rule))
+            rule.costs[shape] = _cost_like(rule, shape) or _estimated(
+                shape, partial(_cost_of_steps, rule), DEVICES
+            )
         found: UpdateCost = rule.costs[shape]
         return found
 
@@ -154,12 +166,23 @@ def update_cost(
             apart.update(grad, weight, state, scalars)
         return counter.cost
 
-    return _estimated(shape, run)
+    return _estimated(shape, run, DEVICES if is_own_code(rule) else DEVICES[1:])
+
+
+def _cost_like(rule: StreamedRule, shape: tuple[int, ...]) -> UpdateCost | None:
+    """Return the cost scaled from a similar shape, if counting has taken long already."""
+    numel = math.prod(shape)
+    known = [each for each in rule.costs if len(each) == len(shape) and all(each)]
+    if rule.counted_s < _LONG_S or not known or not numel:
+        return None
+    nearest = min(known, key=lambda each: abs(math.log(math.prod(each) / numel)))
+    return _scaled(rule.costs[nearest], numel / math.prod(nearest))
 
 
 def _cost_of_steps(rule: StreamedRule, device: str, shape: tuple[int, ...]) -> UpdateCost:
     """Return the mean cost of an optimizer's own steps, after its first one."""
     counters: list[Counter] = []
+    started = time.perf_counter()
 
     def counting() -> Counter:
         counters.append(Counter())
@@ -167,6 +190,7 @@ def _cost_of_steps(rule: StreamedRule, device: str, shape: tuple[int, ...]) -> U
 
     for _ in rule.steps_on(device, shape, 1 + _STEPS, counting):
         pass
+    rule.counted_s += time.perf_counter() - started
     costs = [counter.cost for counter in counters[1:]]
     return UpdateCost(
         sum(cost.flops for cost in costs) // _STEPS,
@@ -177,19 +201,21 @@ def _cost_of_steps(rule: StreamedRule, device: str, shape: tuple[int, ...]) -> U
 
 
 def _estimated(
-    shape: tuple[int, ...], run: Callable[[str, tuple[int, ...]], UpdateCost]
-) -> UpdateCost:
+    shape: tuple[int, ...], run: Callable[[str, tuple[int, ...]], UpdateCost],
+    devices: Sequence[str],
+) -> UpdateCost:  # fmt: skip
     """Return what ``run`` counts on ``meta``, else on a small tensor on the CPU, else a guess."""
     numel = math.prod(shape)
     if not numel:
         return UpdateCost()
     small = _shrunk(shape)
     with Quiet():
-        for device, size in (("meta", shape), ("cpu", small)):
+        for device in devices:
+            size = shape if device == "meta" else small
             with suppress(Exception):  # on meta, an operator may need values
-                return _scaled(run(device, size), numel / math.prod(size))
-    # Its step needs something else.  Gradient, weight and momentum are read, and two are written.
-    return UpdateCost(moved_bytes=20 * numel, temporary_bytes=4 * numel)
+                cost = _scaled(run(device, size), numel / math.prod(size))
+                return cost._replace(moved_bytes=max(cost.moved_bytes, _LEAST_BYTES * numel))
+    return UpdateCost(moved_bytes=_LEAST_BYTES * numel, temporary_bytes=4 * numel)
 
 
 def _scaled(cost: UpdateCost, more: float) -> UpdateCost:

@@ -259,8 +259,8 @@ def _gathered_bytes(layout: Layout) -> int:
 
 
 def _moved_weights(layout: Layout, *, forward_only: bool = False) -> tuple[int, int]:
-    """Return the bytes of weights that are not resident, and of those on disk among them, without
-    the bytes that host memory caches; of all units, or of those that are ``forward_only``."""
+    """Return the bytes of weights that are not resident, and the part of it on disk, without
+    the bytes that host memory caches; of all units, or of units that are ``forward_only``."""
     moved = [
         (unit.stored_bytes, home.weights)
         for unit, home in zip(layout.units, layout.homes, strict=True)

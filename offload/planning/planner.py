@@ -129,7 +129,7 @@ class _Planner(Placement):
         """Return the bytes of a slot for records that are copied to the device for their update.
 
         Args:
-            matrices: only for those that always are; see Note [Device updates of matrices].
+            matrices: only for records that always are; see Note [Device updates of matrices].
         """
         slot = 0
         for unit, group in zip(self.units, self.subgroups, strict=True):

@@ -43,7 +43,9 @@ def of_budgets(planned: PlannedLayout, budgets: Budgets, needs: Needs) -> Planne
         work = "to update parameters" if needs.update_bytes or short.tier is Tier.DEVICE else ""
         read = "to read weight files" if needs.in_place and short.tier is Tier.HOST else ""
         why = " and ".join(filter(None, (work, read)))
-        what = f"{short.what}, with {format_bytes(beside)} of working memory {why},"
+        what = (
+            f"{short.what.removesuffix(',')}, with {format_bytes(beside)} of working memory {why},"
+        )
         return replace(short, what=what, need_bytes=short.need_bytes + beside, have_bytes=have)
 
     return replace(planned, shortfalls=tuple(map(of_budget, planned.shortfalls)))
