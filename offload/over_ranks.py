@@ -1,4 +1,4 @@
-"""Models that are spread over ranks, without importing torch.distributed for those that are not."""
+"""Models that are spread over ranks; for other models, torch.distributed is not imported."""
 
 from __future__ import annotations
 
