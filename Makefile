@@ -33,7 +33,7 @@ $(STAMP): $(SOURCES) | $(VENV)/bin/python
 # A language model on the text of Python's own library, with far too little memory for its state.
 demo: $(STAMP)
 	rm -rf $(DEMO)/store && mkdir -p $(DEMO)/store  # that of a demo before is never trained over
-	$(BIN)/overspill train --steps 30 --batch 4 --seq 256 --lr 6e-4 --warmup 10 --seed 1 \
+	$(BIN)/overspill train --steps 30 --batch 4 --seq 256 --lr 6e-4 --warmup 10 --seed 4 \
 	  $(shell $(BIN)/python -c "import torch; print('--device cuda' if torch.cuda.is_available() else '--device sim')" 2>/dev/null || echo --device sim) \
 	  --device-memory 96MiB --host-memory 192MiB --nvme $(DEMO)/store --compare --out $(DEMO)
 
