@@ -159,7 +159,7 @@ class OffloadConfig:
             all but two of them, or all but a quarter if there are few.
         checksum: verify every byte that is read back from disk.
         rates: the machine's rates; ``None`` measures them once.
-        durable, commit_every, extra, on_nonfinite: see the chapter on checkpoints.
+        durable, commit_every, extra, on_nonfinite: see docs/options.md.
         verbose: log the whole plan, not only one line.
     """
 

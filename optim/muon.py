@@ -32,7 +32,7 @@ class MuonScalars(StepScalars):
         lr: a tensor without dimensions if the user gave one, since its arithmetic is in fp32.
         adjusted: how ``lr`` depends on the shape; see ``torch.optim.Muon``.
         newton_schulz: the coefficients of the iteration.
-        iterations: of Newton-Schulz.
+        iterations: number of Newton-Schulz iterations.
     """
 
     lr: float | Tensor = 0.0
@@ -70,9 +70,9 @@ class MuonRule:
         """
         iterations, coefficients = group["ns_steps"], tuple(map(float, group["ns_coefficients"]))
         if not isinstance(iterations, int) or iterations >= 100:
-            raise ValueError(f"ns_steps must be a whole number below 100, not {iterations}")
+            raise ValueError(f"ns_steps must be a whole number below 100, got {iterations}")
         if len(coefficients) != 3:
-            raise ValueError(f"ns_coefficients must be three numbers, not {len(coefficients)}")
+            raise ValueError(f"ns_coefficients must be three numbers, got {len(coefficients)}")
         values = (number(group, key) for key in ("weight_decay", "momentum", "eps"))
         lr: float | Tensor = number(group, "lr")
         if isinstance(given := group["lr"], Tensor):

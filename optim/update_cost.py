@@ -1,4 +1,4 @@
-"""The work of an update that is not a kernel of ours: counted by operators, without running it."""
+"""The work of an update that is not one of our kernels, counted by operator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .rule import WholeRule
 from .streamed import Answers, Quiet, StreamedRule
 
 # Note [Cost of an update]
-# Kernels of ours take a time per parameter that is measured.  The step of another optimizer is a
-# series of operators.  Its time is about that of the bytes that they read and write at the memory's
-# rate, and of the FLOPs of their matrix products at the processors' rate.  ``Counter`` counts both,
-# and the memory of temporaries, while the step runs on ``meta`` tensors of the parameter's shape,
-# which takes no memory.  A step that cannot run there runs on a small tensor on the CPU, and what
-# it took is scaled: bytes like elements, products like their power of 3/2.
+# The time per parameter of our own kernels is measured.  The step of another optimizer is a series
+# of operators.  Its time is about that of the bytes that they read and write at the memory's rate,
+# and of the FLOPs of their matrix products at the processors' rate.  ``Counter`` counts both, and
+# the memory of temporaries, while the step runs on ``meta`` tensors of the parameter's shape, which
+# takes no memory.  A step that cannot run there runs on a small tensor on the CPU, and the counts
+# are scaled: bytes with the number of elements, FLOPs with its power 3/2.
 #
-# Rules of others run on the CPU as well, since they may read memory by its address.
+# User-defined rules run only on the CPU, since they may read memory by its address.
 #
 # Some steps do more work than others (a projection is refreshed), so the mean of several is used.
 # Once counting has taken long, costs are scaled from those of other shapes.

@@ -25,7 +25,7 @@ def masters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def exact_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """Return the fp32 weight: the weight itself or its master if one has this dtype, else a copy.
+    """Return the weight in fp32: its ``master``, or the weight if it is fp32, else a copy.
 
     Args:
         state: may have ``master`` (fp32) or ``master_lo`` (see ``formats``).

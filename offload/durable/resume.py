@@ -159,6 +159,7 @@ def optimizer_for(
         "adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
+        "muon": getattr(torch.optim, "Muon", None),
     }
     kind = kinds.get(description["optimizer"])
     if kind is None:

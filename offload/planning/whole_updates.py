@@ -68,7 +68,7 @@ class WholeUpdates:
         """Return the dtype of the update's matrix products; ``None`` if it has none.
 
         Args:
-            dtype: of all weights; ``None``: that of the parameters.
+            dtype: of all weights; ``None``: each parameter's own.
         """
         costs = [UpdateCost()]
         for number, rule in enumerate(self._rules):
@@ -87,7 +87,7 @@ class WholeUpdates:
         gradients and states of all, and another copy of the state of the largest.
 
         Args:
-            device: whether parameters are updated there that should be.
+            device: whether updates with many matrix products run on the device.
         """
         here = there = together = 0
         for chunk in _trained(parts):

@@ -363,9 +363,9 @@ def test_a_rule_of_others_gets_tensors_with_memory() -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers, not 2"),
-        ({"ns_steps": 100}, "ns_steps must be a whole number below 100, not 100"),
-        ({"ns_steps": 2.5}, "ns_steps must be a whole number below 100, not 2.5"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers, got 2"),
+        ({"ns_steps": 100}, "ns_steps must be a whole number below 100, got 100"),
+        ({"ns_steps": 2.5}, "ns_steps must be a whole number below 100, got 2.5"),
     ],
 )
 def test_wrong_options_are_refused_before_the_step(wrong: dict[str, Any], reason: str) -> None:

@@ -97,6 +97,29 @@ def test_a_rule_for_whole_matrices(update: str, place: str, tmp_path: Path) -> N
         same(model, plain)
 
 
+@about_cpu
+def test_a_store_of_muon_is_resumed_without_an_optimizer(tmp_path: Path) -> None:
+    def stack() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+    plain, model = stack(), stack()
+    its = torch.optim.Muon(plain.parameters(), lr=0.03, nesterov=False)
+    inner = torch.optim.Muon(model.parameters(), lr=0.03, nesterov=False)
+    options = {"rates": overspill.Rates(), **TIGHT["roomy"]}
+    with overspill.wrap(model, inner, nvme=tmp_path, **options) as optimizer:
+        for number in range(3):
+            step_once(model, optimizer, number)
+    again = stack()
+    optimizer, _ = overspill.resume(again, tmp_path, **options)
+    assert optimizer.param_groups[0]["nesterov"] is False and optimizer.step_count == 3
+    step_once(again, optimizer, 3)
+    for number in range(4):
+        step_once(plain, its, number)
+    same(again, plain)
+    optimizer.close()
+
+
 def step_once(model: nn.Module, optimizer: Any, number: int) -> None:
     model(normal(number, 4, WIDTH)).square().mean().backward()
     optimizer.step()
