@@ -104,7 +104,7 @@ class Watch:
         if path.name in (LOCK_NAME, PIN_NAME):
             return "this one" if self._locked(path) else "none yet"
         if not self._locked(path.parent / LOCK_NAME):
-            return "none: nobody else's name"
+            return "none: a unique name"
         together = next((each for each in self.stores if path.parent in each), [path.parent])
         if all(self._locked(place / LOCK_NAME) for place in together):
             return "all of the store's"
