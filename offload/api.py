@@ -340,8 +340,8 @@ def resume(
 
     Args:
         path: the directory of the store, or all of them.
-        optimizer: of the same kind, with the same param groups; ``None`` for torch's of that kind,
-            with the groups of the store.
+        optimizer: of the same kind, with the same param groups; ``None`` for torch's AdamW, Adam,
+            SGD, Adagrad or Muon, with the groups of the store.
         options: see ``OffloadConfig``; ``nvme``: where to continue, if not in the store itself.
 
     Returns:

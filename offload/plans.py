@@ -46,7 +46,7 @@ from .planning.planner import make_layout
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .planning.whole_updates import WholeUpdates
-from .planning.working_memory import for_layout, of_budgets, without_updates, working_bytes
+from .planning.working_memory import for_layout, of_budgets, working_bytes
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
 from .state.importing import match_weights, open_weights, other_tensors
@@ -124,7 +124,7 @@ def make_blueprint(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
-        in_place=frozenset(sources.ranges), cost_of=updates.cost_of,
+        in_place=frozenset(sources.ranges), work_of=updates.work_of,
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -252,7 +252,7 @@ def _of_activations(
     if planned.shortfalls or needs.saved_bytes is None:
         return None
     return shortfall(
-        planned.layout, without_updates(budgets, needs), needs.saved_bytes, needs.activations,
+        planned.layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
         needs.recomputable, logits_bytes,
     )  # fmt: skip
 
@@ -283,7 +283,7 @@ def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) 
         layout, _, missing = make_layout(parts, room, needs)
         if not missing and needs.saved_bytes is not None:
             short = shortfall(
-                layout, without_updates(budgets, needs), needs.saved_bytes, needs.activations,
+                layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
                 needs.recomputable, logits_bytes,
             )  # fmt: skip
             missing = () if short is None else (short,)
@@ -302,8 +302,8 @@ def _updates_of(
 
 def _with_updates(needs: Needs, updates: WholeUpdates, parts: Partition, *, device: bool) -> Needs:
     """Return needs with the memory of updates, of which a device runs those of matrices."""
-    host, there = updates.memory(parts, device=device)
-    return replace(needs, update_bytes=host, device_update_bytes=there, matrices_visit=there > 0)
+    host, there, matrices = updates.memory(parts, device=device)
+    return replace(needs, update_bytes=host, device_update_bytes=there, matrices_visit=matrices)
 
 
 def _because_coupled(chosen: PlannedLayout, rule: CoupledRule) -> PlannedLayout:
@@ -359,7 +359,7 @@ def _plan_of(
         preference=needs.prefer,
         saved_bytes=None if sizes is None else tuple(sizes),
         activations_short=missing is not None,
-        left_bytes=left_bytes(layout, without_updates(budgets, needs)),
+        left_bytes=left_bytes(layout, for_layout(budgets, needs)),
         profile=profile,
         budgets=budgets,
         fitting={} if fits else _fitting(needs, parts, budgets, logits_bytes),
@@ -462,7 +462,8 @@ def _by_update(
         if other in found or (other == "backward" and config.max_grad_norm is not None):
             continue
         needs = replace(chosen.needs, update=other)
-        step_s = plan_layout(parts, budgets, needs, config.rates, load).step_s
+        room = for_layout(budgets, needs)
+        step_s = plan_layout(parts, room, needs, config.rates, load).step_s
         if step_s is not None:
             found[other] = step_s
     return found

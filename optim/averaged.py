@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .formats import Field, Master, Moments
 from .rule import ElementwiseRule, Rule, StepScalars, is_whole, number
-from .whole import flat
+from .whole import MASTERS, flat
 
 AVERAGE = "average"
 """The name of the average among a parameter's state."""
@@ -106,7 +106,7 @@ class AveragedRule:
         parts = scalars.coefficients[:own], scalars.coefficients[own:]
         theirs, ours = (replace(scalars, coefficients=part) for part in parts)
         others = {name: part for name, part in state.items() if name != AVERAGE}
-        kept = {name: state[name] for name in ("master", "master_lo", AVERAGE) if name in state}
+        kept = {name: state[name] for name in (*MASTERS, AVERAGE) if name in state}
         finite = self.inner.update(grad, weight, others, theirs, position)
         if self.whole:
             grad, weight = flat(grad), flat(weight)

@@ -7,6 +7,7 @@ them to the device, see Note [Device updates of matrices].
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class MuonScalars(StepScalars):
     """One step; ``coefficients`` are the gradient's factor, weight decay, momentum and eps.
 
     Attributes:
-        lr: a tensor without dimensions if the user gave one, since its arithmetic is in fp32.
+        lr: a CPU tensor without dimensions if the user gave one, since its arithmetic is in fp32.
         adjusted: how ``lr`` depends on the shape; see ``torch.optim.Muon``.
         newton_schulz: the coefficients of the iteration.
         iterations: number of Newton-Schulz iterations.
@@ -69,17 +70,17 @@ class MuonRule:
                 or ``ns_steps`` is not a whole number below 100.
         """
         iterations, coefficients = group["ns_steps"], tuple(map(float, group["ns_coefficients"]))
-        if not isinstance(iterations, int) or iterations >= 100:
+        if not isinstance(iterations, numbers.Integral) or int(iterations) >= 100:
             raise ValueError(f"ns_steps must be a whole number below 100, got {iterations}")
         if len(coefficients) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {len(coefficients)}")
         values = (number(group, key) for key in ("weight_decay", "momentum", "eps"))
         lr: float | Tensor = number(group, "lr")
         if isinstance(given := group["lr"], Tensor):
-            lr = given.detach().reshape(()).clone()
+            lr = given.detach().reshape(()).to("cpu", copy=True)
         return MuonScalars(
             step, (grad_scale, *values), noise_key(step), lr, bool(group["nesterov"]),
-            group["adjust_lr_fn"], coefficients, iterations,
+            group["adjust_lr_fn"], coefficients, int(iterations),
         )  # fmt: skip
 
     def update(

@@ -14,6 +14,7 @@ from .formats import WEIGHT_DTYPES, Master, Moments, scale_name
 from .joint import JointOptimizer
 from .reference import load_moment, read_moment, read_weight, write_weight
 from .rule import Rule
+from .whole import flat
 
 TensorDict = dict[str, Any]
 
@@ -30,24 +31,6 @@ def refuse_graph_options(**options: bool) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}=True is not supported: the update runs outside of autograd")
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A flat view of a tensor in the order of its memory.
-
-    Raises:
-        ValueError: its elements do not lie side by side.
-    """
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    permuted = tensor.permute(order)
-    if not permuted.is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
-            "overlaps in memory; make it contiguous first"
-        )
-    return permuted.view(-1)
 
 
 class FlatOptimizer(torch.optim.Optimizer):

@@ -10,10 +10,10 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .formats import Field, Master, Moments, WholeField, master_fields
-from .rule import StepScalars
+from .rule import Rule, StepScalars
 from .single_step import Group, bare, called, name_of, options_of, refresh, same_value, stepped
 from .state_record import (
     RecordFormat,
@@ -75,8 +75,6 @@ class StreamedRule:
         options: the group's hyper-parameters for trials.
         dtypes: of tensors in the state of a parameter.
         classes: of objects in it.
-        costs, counted_s: of updates, by shape, as far as ``update_cost`` has counted them, and the
-            seconds that this took.
     """
 
     whole = True
@@ -96,8 +94,6 @@ class StreamedRule:
         self._formats: dict[tuple[int, ...], RecordFormat] = {}
         self.classes: dict[tuple[str, str], type] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.costs: dict[tuple[int, ...], Any] = {}
-        self.counted_s = 0.0
         self._scratch: dict[torch.device, Tensor] = {}
         self.steps_to_settle, self.finds_without_memory = 2, False
 
@@ -317,6 +313,21 @@ class StreamedRule:
             self._scratch[grad.device] = kept
         scaled = kept[: grad.numel()].as_strided(grad.shape, grad.stride())
         return scaled.copy_(grad).mul_(scale)
+
+
+Shared = TypeVar("Shared", bound=Rule)
+
+
+def sharing(rules: Iterable[Shared]) -> tuple[Shared, ...]:
+    """Return rules that are never used at the same time, so that they share one copy of a gradient.
+
+    It is as large as the largest gradient; see ``WholeUpdates.memory``.
+    """
+    found = tuple(rules)
+    streamed = [rule for rule in found if isinstance(rule, StreamedRule)]
+    for rule in streamed:
+        rule._scratch = streamed[0]._scratch
+    return found
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

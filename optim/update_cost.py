@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,7 +32,6 @@ from .streamed import Answers, Quiet, StreamedRule
 # User-defined rules run only on the CPU, since they may read memory by its address.
 #
 # Some steps do more work than others (a projection is refreshed), so the mean of several is used.
-# Once counting has taken long, costs are scaled from those of other shapes.
 
 # FLOPs of factorizations of an m x n matrix, m >= n (Golub and Van Loan, Matrix Computations).
 _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
@@ -44,7 +43,7 @@ _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
 }
 
 _STEPS = 10
-_LONG_S = 2.0  # of counting for one rule; after that, similar shapes are scaled
+_MANY_SHAPES = 8  # of a rule; one step is counted of each further one, since a step may be slow
 _LEAST_BYTES = 12  # per element: gradient and weight are read, the weight is written
 _SMALL = 2**14  # elements of a parameter whose step runs on the CPU
 
@@ -66,6 +65,12 @@ class UpdateCost(NamedTuple):
     moved_bytes: int = 0
     temporary_bytes: int = 0
     dtype: torch.dtype | None = None
+
+
+# By rule, the costs of an optimizer's own step by shape.
+_COUNTED: weakref.WeakKeyDictionary[StreamedRule, dict[tuple[int, ...], UpdateCost]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Counter(TorchDispatchMode):
@@ -143,12 +148,11 @@ def update_cost(
         weights: the dtype of weights and gradients.
     """
     if isinstance(rule, StreamedRule):
-        if shape not in rule.costs:
-            rule.costs[shape] = _cost_like(rule, shape) or _estimated(
-                shape, partial(_cost_of_steps, rule), DEVICES
-            )
-        found: UpdateCost = rule.costs[shape]
-        return found
+        costs = _COUNTED.setdefault(rule, {})
+        if shape not in costs:
+            steps = _STEPS if len(costs) < _MANY_SHAPES else 1
+            costs[shape] = _estimated(shape, partial(_cost_of_steps, rule, steps), DEVICES)
+        return costs[shape]
 
     def run(device: str, size: tuple[int, ...]) -> UpdateCost:
         apart = copy.deepcopy(rule)  # it may keep tensors from one update to the next
@@ -169,32 +173,22 @@ def update_cost(
     return _estimated(shape, run, DEVICES if is_own_code(rule) else DEVICES[1:])
 
 
-def _cost_like(rule: StreamedRule, shape: tuple[int, ...]) -> UpdateCost | None:
-    """Return the cost scaled from a similar shape, if counting has taken long already."""
-    numel = math.prod(shape)
-    known = [each for each in rule.costs if len(each) == len(shape) and all(each)]
-    if rule.counted_s < _LONG_S or not known or not numel:
-        return None
-    nearest = min(known, key=lambda each: abs(math.log(math.prod(each) / numel)))
-    return _scaled(rule.costs[nearest], numel / math.prod(nearest))
-
-
-def _cost_of_steps(rule: StreamedRule, device: str, shape: tuple[int, ...]) -> UpdateCost:
-    """Return the mean cost of an optimizer's own steps, after its first one."""
+def _cost_of_steps(
+    rule: StreamedRule, steps: int, device: str, shape: tuple[int, ...]
+) -> UpdateCost:
+    """Return the mean cost of some of an optimizer's own steps, after its first one."""
     counters: list[Counter] = []
-    started = time.perf_counter()
 
     def counting() -> Counter:
         counters.append(Counter())
         return counters[-1]
 
-    for _ in rule.steps_on(device, shape, 1 + _STEPS, counting):
+    for _ in rule.steps_on(device, shape, 1 + steps, counting):
         pass
-    rule.counted_s += time.perf_counter() - started
     costs = [counter.cost for counter in counters[1:]]
     return UpdateCost(
-        sum(cost.flops for cost in costs) // _STEPS,
-        sum(cost.moved_bytes for cost in costs) // _STEPS,
+        sum(cost.flops for cost in costs) // steps,
+        sum(cost.moved_bytes for cost in costs) // steps,
         max(cost.temporary_bytes for cost in costs),
         next((cost.dtype for cost in costs if cost.dtype is not None), None),
     )
@@ -227,9 +221,6 @@ def _scaled(cost: UpdateCost, more: float) -> UpdateCost:
 
 
 def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape of about the same proportions with at most ``_SMALL`` elements."""
-    size = list(shape)
-    while math.prod(size) > _SMALL:
-        largest = size.index(max(size))
-        size[largest] = -(-size[largest] // 2)
-    return tuple(size)
+    """Return a shape of about the same proportions with about ``_SMALL`` elements at most."""
+    share = min(1.0, (_SMALL / math.prod(shape)) ** (1 / len(shape)))
+    return tuple(max(1, round(size * share)) for size in shape)

@@ -1,4 +1,4 @@
-"""The exact fp32 weight of a parameter that is updated as a whole, on any device."""
+"""Whole parameters on any device: their elements as a flat view, and their exact fp32 weight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,21 @@ MASTERS = ("master", "master_lo")
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor without gaps, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    """A flat view of a tensor in the order of its memory.
+
+    Raises:
+        ValueError: its elements do not lie side by side.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    permuted = tensor.permute(order)
+    if not permuted.is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
+            "overlaps in memory; make it contiguous first"
+        )
+    return permuted.view(-1)
 
 
 def masters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -167,6 +167,11 @@ def optimizer_for(
             f"the store was trained with {description['optimizer']}; build that optimizer and "
             "pass it to resume"
         )
+    options = {key for key in _defaults(kind) if key in groups[0]}
+    if any(key not in group for group in groups for key in options):
+        raise OffloadError(
+            "the store was trained with several optimizers; build them and pass a list to resume"
+        )
     params = dict(model.named_parameters())
     missing = [name for names in members for name in names if name not in params]
     if missing:
@@ -179,6 +184,13 @@ def optimizer_for(
          for kept, names in zip(groups, members, strict=True)], lr=1e-3,
     )  # fmt: skip
     return made
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Return the options of torch's optimizer of a kind."""
+    with torch.device("cpu"):
+        defaults: dict[str, Any] = kind([torch.nn.Parameter(torch.zeros(1, 1))]).defaults
+    return defaults
 
 
 def models_in(description: Mapping[str, Any]) -> list[str]:

@@ -42,6 +42,8 @@ class Rates:
             assumed to be no faster than the CPU.
         host_flops_s: floating-point operations per second of matrix products on the CPU, for
             optimizers that have them (Muon, SOAP).
+        device_update_flops_s: like ``device_flops_s``, in the dtype of the products of updates; if
+            unknown, assumed to be the same.
         device_memory_bytes_s: like ``dram_bytes_s``, in the device's memory, for updates there by
             optimizers without a kernel; if unknown, assumed to be no faster than host memory.
     """
@@ -61,6 +63,7 @@ class Rates:
     disk_cpu_bytes_s: float | None = None
     device_update_params_s: float | None = None
     host_flops_s: float | None = None
+    device_update_flops_s: float | None = None
     device_memory_bytes_s: float | None = None
 
     def __post_init__(self) -> None:

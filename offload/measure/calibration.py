@@ -77,6 +77,7 @@ class Calibration:
             device_update_params_s=update.device_params_s if update else None,
             device_flops_s=self.flops.get(_dtype_name(task.products)),
             host_flops_s=self.flops.get(_on_cpu(task.update_products)),
+            device_update_flops_s=self.flops.get(_dtype_name(task.update_products)),
         )
 
     def doubted(self, reason: str) -> None:
@@ -137,9 +138,10 @@ def calibrate(
         if task.update is not None and _name(task.update) not in found.updates:
             found.updates[_name(task.update)] = rates.measure_update(task.update, device)
             changed = True
-        if _dtype_name(task.products) not in found.flops:
-            found.flops[_dtype_name(task.products)] = rates.measure_flops(device, task.products)
-            changed = True
+        for dtype in (task.products, task.update_products):
+            if dtype is not None and _dtype_name(dtype) not in found.flops:
+                found.flops[_dtype_name(dtype)] = rates.measure_flops(device, dtype)
+                changed = True
         if (dtype := task.update_products) is not None and _on_cpu(dtype) not in found.flops:
             found.flops[_on_cpu(dtype)] = rates.measure_flops("cpu", dtype)
             changed = True
@@ -177,12 +179,12 @@ def _name(case: Case) -> str:
     return f"{case.rule} {_dtype_name(case.weights)} master={case.master} moments={case.moments}"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _on_cpu(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else f"cpu {_dtype_name(dtype)}"
+    return f"cpu {_dtype_name(dtype)}"
 
 
 def _kept(path: Path, about: dict[str, Any]) -> Calibration | None:

@@ -85,7 +85,8 @@ def update_seconds(subgroup: Subgroup, rates: Rates, *, on_device: bool) -> floa
     if subgroup.flops or subgroup.moved_bytes:  # see Note [Cost of an update]
         memory, products = rates.dram_bytes_s, rates.host_flops_s
         if on_device:
-            memory, products = rates.device_memory_bytes_s or memory, rates.device_flops_s
+            memory = rates.device_memory_bytes_s or memory
+            products = rates.device_update_flops_s or rates.device_flops_s
         return (subgroup.moved_bytes / memory if memory else 0.0) + (
             subgroup.flops / products if products else 0.0
         )
@@ -216,8 +217,9 @@ def step_bound(
     gradients = max(last, out)  # from the start of the last backward to the end of the last copy
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
-    if compute and rates.device_flops_s:  # products of updates take their time from compute
-        floors["compute"] += device_update_flops(layout) / rates.device_flops_s
+    products = rates.device_update_flops_s or rates.device_flops_s
+    if compute and products:  # those of updates take their time from compute
+        floors["compute"] += device_update_flops(layout) / products
     if compute and not layout.has_device:
         floors["compute"] = max(
             floors["compute"],

@@ -49,7 +49,7 @@ class Placement:
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
         numel = needs.numel or self._record_numel()
-        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel, needs.cost_of)
+        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel, needs.work_of)
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
         self.resident = [self._stays(u) for u in self.units]

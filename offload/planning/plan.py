@@ -14,7 +14,7 @@ from ..schedule.layout import Layout, SavedRoom, UnitHome
 from ..schedule.units import Unit, align
 from .costs import Profile
 from .steady import Simulated
-from .subgroups import CostOf, FieldsOf
+from .subgroups import FieldsOf, WorkOf
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Needs:
     pinned: frozenset[int] = frozenset()  # units whose weights stay in compute's memory
     update_bytes: int = 0  # host memory of the update itself, of parameters updated as a whole
     device_update_bytes: int = 0  # the same on the device
-    cost_of: CostOf = lambda chunk: None  # of updates as a whole
+    work_of: WorkOf = lambda chunk: None  # of updates as a whole
     matrices_visit: bool = False  # see Note [Device updates of matrices]
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
@@ -201,6 +201,15 @@ class PlanDetail:
         return None if self.activation_bytes is None else not self.activations_short
 
     @property
+    def cpu_has_matrices(self) -> bool:
+        """Whether the CPU updates matrices that a device with more memory would update."""
+        layout = self.layout
+        return (
+            layout is not None and layout.has_device and not layout.matrices_visit
+            and any(record.matrix for record in layout.records)
+        )  # fmt: skip
+
+    @property
     def about_fitting(self) -> str:
         """The budgets that would fit, as the end of a message."""
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
@@ -264,6 +273,8 @@ class Plan:
             held += f"; {self.detail.optimizer}"
         if self.detail.device_update_share:
             held += f"; the device runs {self.detail.device_update_share:.0%} of the update"
+        elif self.detail.cpu_has_matrices:
+            held += "; the CPU runs the matrix products of the update, for lack of device memory"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

@@ -16,7 +16,7 @@ from ..schedule.arena import Place
 from ..schedule.layout import Layout, Regions, SavedRoom, UnitHome
 from ..schedule.units import PAGE, Unit, align
 from ..schedule.visits import SLOTS as VISIT_SLOTS
-from ..schedule.visits import is_matrix, visit_of
+from ..schedule.visits import visit_of
 from .partition import Partition
 from .placement import STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
@@ -134,8 +134,9 @@ class _Planner(Placement):
         slot = 0
         for unit, group in zip(self.units, self.subgroups, strict=True):
             converts = converts_grads(unit, self.needs.accumulate)
-            for s in group if self.needs.matrices_visit or not matrices else ():
-                if not matrices or is_matrix(s):
+            for s in group:
+                whole = bool(s.moved_bytes)
+                if (self.needs.matrices_visit and s.matrix) or not (matrices or whole):
                     visit = visit_of(s, unit.chunks[s.chunk].dtype, converts=converts)
                     slot = max(slot, visit.slot_bytes)
         return slot
@@ -154,6 +155,14 @@ class _Planner(Placement):
             self.visit_slots = min(VISIT_SLOTS, max(1, room // self.visit_slot))
         return self.visit_slot * self.visit_slots
 
+    def _has_products(self, unit: Unit) -> bool:
+        """Return whether the CPU must update a unit: matrices, if the device has no room for the
+        temporaries of their products, and parameters of coupled optimizers."""
+        return any(
+            s.flops and not (self.needs.matrices_visit and s.matrix)
+            for s in self.subgroups[unit.index]
+        )
+
     def _move_to_device(self, spend: _Spend) -> None:
         """Place as many whole units on the device as fit.
 
@@ -162,7 +171,7 @@ class _Planner(Placement):
         if self.needs.durable:
             return  # commits are written from host memory
         for unit in self.order:
-            if unit.index in self.pages_there:
+            if unit.index in self.pages_there or self._has_products(unit):
                 continue
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if not self.resident[unit.index]:

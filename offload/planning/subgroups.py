@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,18 +37,16 @@ class StateField(Protocol):
         ...
 
 
-class UpdateWork(Protocol):
+class UpdateWork(NamedTuple):
     """The work of one update of a parameter; see ``Subgroup``."""
 
-    @property
-    def flops(self) -> int: ...
-
-    @property
-    def moved_bytes(self) -> int: ...
+    flops: int = 0
+    moved_bytes: int = 0
+    matrix: bool = False
 
 
 FieldsOf = Callable[[Chunk], Sequence[StateField]]
-CostOf = Callable[[Chunk], UpdateWork | None]  # ``None``: a kernel with a measured rate runs it
+WorkOf = Callable[[Chunk], UpdateWork | None]  # ``None``: a kernel with a measured rate runs it
 
 
 def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace, ...], int]:
@@ -62,7 +60,7 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
 
 
 def cut_subgroups(
-    units: Sequence[Unit], fields_of: FieldsOf, numel: int, cost_of: CostOf = lambda chunk: None
+    units: Sequence[Unit], fields_of: FieldsOf, numel: int, work_of: WorkOf = lambda chunk: None
 ) -> tuple[tuple[Subgroup, ...], ...]:
     """Return the subgroups of every unit, with at most ``numel`` elements each.
 
@@ -76,7 +74,7 @@ def cut_subgroups(
         for number, chunk in enumerate(unit.chunks):
             if chunk.group is None:
                 continue
-            fields, cost = fields_of(chunk), cost_of(chunk)
+            fields, work = fields_of(chunk), work_of(chunk) or UpdateWork()
             most = chunk.numel if chunk.whole else numel
             records = {
                 count: _record(fields, count)
@@ -86,7 +84,6 @@ def cut_subgroups(
             for start in range(0, chunk.numel, most):
                 count = min(most, chunk.numel - start)
                 places, nbytes = records[count]
-                work = (0, 0) if cost is None else (cost.flops, cost.moved_bytes)
                 mine.append(
                     Subgroup(index, unit.index, number, start, count, places, nbytes, *work)
                 )

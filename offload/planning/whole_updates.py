@@ -15,13 +15,19 @@ from ..optim.update_cost import UpdateCost, update_cost
 from ..schedule.units import Chunk
 from ..schedule.visits import MATRIX_FLOPS
 from .partition import Partition
+from .subgroups import UpdateWork
 
 
 class UpdateBytes(NamedTuple):
-    """Memory in bytes that updates need besides records, weights and gradients."""
+    """Memory in bytes that updates need besides records, weights and gradients.
+
+    Attributes:
+        matrices: whether the device updates any.
+    """
 
     host: int
     device: int
+    matrices: bool
 
 
 class WholeUpdates:
@@ -50,19 +56,23 @@ class WholeUpdates:
         key, rule = (group, shape, dtype), self._rules[group]
         assert is_whole(rule)
         if key not in self._known:
+            rule.scalars(self._groups[group], 1)  # raises for wrong options
             master = self._master_of(dtype)
             self._known[key] = update_cost(
                 rule, self._groups[group], shape, dtype, master, self._moments
             )
         return self._known[key]
 
-    def on_device(self, chunk: Chunk) -> bool:
-        """Return whether a device should update a parameter; see Note [Device updates of
-        matrices]."""
-        if chunk.group is None or isinstance(self._rules[chunk.group], CoupledRule):
-            return False
-        cost = self.cost_of(chunk)
-        return cost is not None and cost.flops > MATRIX_FLOPS * chunk.numel
+    def work_of(self, chunk: Chunk) -> UpdateWork | None:
+        """Return the work of a parameter's update, and whether a device should do it.
+
+        Coupled optimizers step all parameters at once, in host memory.
+        """
+        if (cost := self.cost_of(chunk)) is None or chunk.group is None:
+            return None
+        coupled = isinstance(self._rules[chunk.group], CoupledRule)
+        matrix = not coupled and cost.flops > MATRIX_FLOPS * chunk.numel
+        return UpdateWork(cost.flops, cost.moved_bytes, matrix)
 
     def products(self, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype of the update's matrix products; ``None`` if it has none.
@@ -90,8 +100,9 @@ class WholeUpdates:
             device: whether updates with many matrix products run on the device.
         """
         here = there = together = 0
+        matrices = False
         for chunk in _trained(parts):
-            if (cost := self.cost_of(chunk)) is None:
+            if (cost := self.cost_of(chunk)) is None or (work := self.work_of(chunk)) is None:
                 continue
             assert chunk.group is not None
             rule, nbytes = self._rules[chunk.group], cost.temporary_bytes
@@ -101,11 +112,11 @@ class WholeUpdates:
                 record = rule.format_of(chunk.params[0].shape).nbytes
                 together += chunk.numel * 8 + record
                 nbytes += record
-            if device and self.on_device(chunk):
-                there = max(there, nbytes)
+            if device and work.matrix:
+                there, matrices = max(there, nbytes), True
             else:
                 here = max(here, nbytes)
-        return UpdateBytes(here + together, there)
+        return UpdateBytes(here + together, there, matrices)
 
 
 def _trained(parts: Partition) -> list[Chunk]:

@@ -25,11 +25,6 @@ def for_layout(budgets: Budgets, needs: Needs) -> Budgets:
     return replace(budgets, host=host, device=max(0, budgets.device - needs.device_update_bytes))
 
 
-def without_updates(budgets: Budgets, needs: Needs) -> Budgets:
-    """Return budgets without the device memory of updates."""
-    return replace(budgets, device=for_layout(budgets, needs).device)
-
-
 def of_budgets(planned: PlannedLayout, budgets: Budgets, needs: Needs) -> PlannedLayout:
     """Return a layout with shortfalls of whole budgets, not of what ``for_layout`` leaves."""
 
@@ -46,6 +41,8 @@ def of_budgets(planned: PlannedLayout, budgets: Budgets, needs: Needs) -> Planne
         what = (
             f"{short.what.removesuffix(',')}, with {format_bytes(beside)} of working memory {why},"
         )
-        return replace(short, what=what, need_bytes=short.need_bytes + beside, have_bytes=have)
+        # The layout may have taken more from the budget, such as memory for unpacked weights.
+        taken = max(beside, have - short.have_bytes)
+        return replace(short, what=what, need_bytes=short.need_bytes + taken, have_bytes=have)
 
     return replace(planned, shortfalls=tuple(map(of_budget, planned.shortfalls)))

@@ -178,6 +178,7 @@ class Subgroup:
     Attributes:
         flops, moved_bytes: of its update, if a kernel with a measured rate does not run it: FLOPs
             of matrix products, and bytes that its operators read and write.
+        matrix: whether a device should update it; see Note [Device updates of matrices].
     """
 
     index: int
@@ -189,3 +190,4 @@ class Subgroup:
     nbytes: int
     flops: int = 0
     moved_bytes: int = 0
+    matrix: bool = False

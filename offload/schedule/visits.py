@@ -7,7 +7,7 @@ device memory.  State and weights are copied back.
 # Note [Device updates of matrices]
 # Optimizers such as Muon, SOAP and Shampoo compute products of whole matrices.  On a CPU these can
 # take longer than the whole step; a device computes them in a fraction of the time that their
-# record takes on the link.  So records with many products (``is_matrix``) are updated on
+# record takes on the link.  So records with many products (``Subgroup.matrix``) are updated on
 # the device whenever it has room for a slot and for the temporaries of the update.  For other
 # records, the CPU is often as fast as the link, and the planner simulates which share is worth it.
 
@@ -22,7 +22,7 @@ from .layout import Layout
 from .units import PAGE, Subgroup, align
 
 SLOTS = 3  # one is copied in, one updated, one copied out
-# FLOPs per parameter above which a record is a matrix.  A visit moves about 16 bytes per parameter,
+# FLOPs per element above which a record is a matrix.  A visit moves about 16 bytes per element,
 # so that a CPU of 0.5 TFLOP/s and a link of 16 GB/s take the same time.
 MATRIX_FLOPS = 512
 
@@ -72,16 +72,10 @@ def visit_in(layout: Layout, subgroup: Subgroup) -> Visit:
     return visit_of(subgroup, dtype, converts=layout.converts[subgroup.unit])
 
 
-def is_matrix(subgroup: Subgroup) -> bool:
-    """Return whether a record's update has many matrix products; see Note [Device updates of
-    matrices]."""
-    return subgroup.flops > MATRIX_FLOPS * subgroup.count
-
-
 def visitors(layout: Layout) -> frozenset[int]:
     """Return the records that are copied to the device for their update.
 
-    These are the matrices (see ``is_matrix``) if ``layout.matrices_visit``.  Others have about the
+    These are the matrices (see ``Subgroup``) if ``layout.matrices_visit``.  Others have about the
     share ``layout.visiting`` of the parameters whose state does not live on the device, apart from
     parameters that are updated as a whole.  They are evenly spread, so that the CPU updates other
     records meanwhile.
@@ -93,7 +87,7 @@ def visitors(layout: Layout) -> frozenset[int]:
             if tier is Tier.DEVICE or not (layout.visiting or layout.matrices_visit):
                 continue
             if subgroup.moved_bytes:  # of a whole parameter
-                if layout.matrices_visit and is_matrix(subgroup):
+                if layout.matrices_visit and subgroup.matrix:
                     chosen.append(subgroup.index)
                 continue
             due += layout.visiting * subgroup.count

@@ -148,7 +148,7 @@ def skeleton_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
             rest.
 
     Raises:
-        ValueError: another name, or torch has no Muon.
+        ValueError: another name, no matrices to train, or torch has no Muon.
     """
     if name == "adamw":
         return skeleton_adamw(model)
@@ -156,10 +156,15 @@ def skeleton_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
         raise ValueError(f"optimizer {name!r} is unknown; use adamw or muon")
     if not hasattr(torch.optim, "Muon"):
         raise ValueError("torch.optim.Muon needs torch 2.9 or later")
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    rows = {len(table) for table in tables}  # a head has as many
+    apart = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = getattr(model, "get_output_embeddings", None)  # of transformers
+    head = named() if named is not None else getattr(model, "lm_head", None)
+    if head is not None:
+        apart |= set(head.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() == 2 and len(p) not in rows]
+    matrices = [p for p in trained if p.dim() == 2 and p not in apart]
+    if not matrices:
+        raise ValueError(f"there are no matrices to train with {name}")
     own = set(matrices)
     others = [p for p in trained if p not in own]
     rest = [torch.optim.AdamW(others)] if others else []

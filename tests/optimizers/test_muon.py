@@ -15,11 +15,8 @@ from torch import nn
 import overspill
 from overspill.facts.machine import Machine
 from overspill.facts.tier import Tier
-from overspill.optim import StepScalars
-from overspill.optim.averaged import AveragedRule
 from overspill.optim.muon import MuonRule
 from overspill.optim.registry import rules_for
-from overspill.optim.update_cost import update_cost
 from overspill.planning.bounds import device_update_flops, step_flops
 from overspill.planning.plan import Preference
 from overspill.train.choices import model_for
@@ -250,116 +247,6 @@ def test_an_average_beside_it(tmp_path: Path) -> None:
                 torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_the_work_of_an_update() -> None:
-    """Five iterations of four m x m x n and one m x m x m product, each of 2 FLOPs."""
-    rows, columns = 64, 256
-    inner = torch.optim.Muon([nn.Parameter(torch.zeros(rows, columns))])
-    group = inner.param_groups[0]
-    cost = update_cost(MuonRule(), group, (rows, columns), torch.float32)
-    assert cost.flops == 5 * (4 * rows**2 * columns + 2 * rows**3)
-    assert cost.dtype == torch.bfloat16
-    again = update_cost(MuonRule(), group, (columns, rows), torch.float32)
-    assert again.flops == cost.flops
-    assert update_cost(MuonRule(), group, (0, rows), torch.float32).flops == 0
-    elements = rows * columns
-    # At least gradient, momentum and weight are read, and the latter two written.
-    assert 5 * 4 * elements < cost.moved_bytes < 200 * elements
-    assert 4 * elements < cost.temporary_bytes < 24 * elements
-
-
-class Asks(torch.optim.Optimizer):
-    """Needs values: a product of as many columns as the weight has negative elements."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
-            columns = p.grad[:, (p.grad != 0).any(0).nonzero()[:, 0]]
-            p.sub_(0.01 * columns @ (columns.T @ p))
-
-
-def test_the_work_of_an_update_that_needs_values() -> None:
-    """It is scaled from a small parameter."""
-    inner = Asks([nn.Parameter(torch.zeros(256, 256))])
-    rule: Any = rules_for(inner)[0]
-    cost = update_cost(rule, inner.param_groups[0], (256, 256), torch.float32)
-    assert cost.flops == pytest.approx(4 * 256**3, rel=0.01)
-    assert cost.moved_bytes > 256 * 256 * 12
-
-
-class Scratch:
-    """A rule that keeps a tensor from one update to the next, and runs for some widths only."""
-
-    name, moments, whole = "scratch", (), True
-
-    def __init__(self) -> None:
-        self.kept: dict[int, torch.Tensor] = {}
-
-    def state_fields(self, dtype: Any, master: Any, moments: Any, shape: Any = ()) -> tuple[()]:
-        return ()
-
-    def steps_taken(self, state: Any) -> int:
-        return 0
-
-    def initial(self, group: Any) -> dict[str, float]:
-        return {}
-
-    def scalars(self, group: Any, step: int, grad_scale: float = 1.0) -> StepScalars:
-        return StepScalars(step, (grad_scale, group["lr"]), 0)
-
-    def update(self, grad: Any, weight: Any, state: Any, scalars: Any, position: int = 0) -> bool:
-        if weight.shape[1] == 7:
-            raise RuntimeError("not of this width")
-        kept = self.kept.setdefault(weight.numel(), torch.empty_like(grad))
-        scale, lr = scalars.coefficients
-        weight.sub_(kept.copy_(grad).mul_(scale), alpha=lr)
-        return bool(torch.isfinite(weight).all())
-
-
-class Halves(torch.optim.Optimizer):
-    """Loops until a value is small, which a tensor without values never is."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
-            update = p.grad.clone()
-            while update.norm().item() > 0.5:
-                update = update / 2
-            p.sub_(update, alpha=0.1)
-
-
-@pytest.mark.timeout(120)
-def test_a_step_that_loops_until_a_value_is_small() -> None:
-    plain, model = matrices(), matrices()
-    its = plainly(Halves, plain.parameters())
-    inner = Halves(model.parameters())
-    with overspill.wrap(
-        model, inner, device=CPU, host_memory="4MiB", rates=overspill.Rates()
-    ) as optimizer:
-        assert train(model, optimizer, range(3)) == train(plain, its, range(3))
-
-
-class ByAddress(Scratch):
-    def update(self, grad: Any, weight: Any, state: Any, scalars: Any, position: int = 0) -> bool:
-        for tensor in (grad, weight):
-            assert tensor.data_ptr(), "a native kernel would write to address 0"
-        weight.sub_(grad)
-        return True
-
-
-def test_a_rule_of_others_gets_tensors_with_memory() -> None:
-    for rule in (ByAddress(), AveragedRule(ByAddress())):
-        group = {"lr": 0.1, "average_decay": 0.9}
-        cost = update_cost(rule, group, (512, 64), torch.float32)
-        assert cost.moved_bytes >= 12 * 512 * 64 * 0.8, "counted, and scaled"
-        assert cost.temporary_bytes < 64 * 512 * 64
-
-
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -385,26 +272,10 @@ def test_wrong_options_are_refused_before_the_step(wrong: dict[str, Any], reason
         optimizer.step()
         assert not torch.equal(model[0].weight, before)
 
-
-class Slow(Halves):
-    steps = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        type(self).steps += 1
-        super().step()
-
-
-def test_counting_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while, costs are those of a similar shape, in proportion."""
-    inner = Slow([nn.Parameter(torch.zeros(64, 64))])
-    rule: Any = rules_for(inner)[0]
-    first = update_cost(rule, inner.param_groups[0], (64, 64), torch.float32)
-    monkeypatch.setattr(rule, "counted_s", 3.0)
-    before = Slow.steps
-    scaled = update_cost(rule, inner.param_groups[0], (64, 256), torch.float32)
-    assert Slow.steps == before and scaled.moved_bytes == 4 * first.moved_bytes
-    assert update_cost(rule, inner.param_groups[0], (9,), torch.float32).moved_bytes
-    assert Slow.steps > before, "of other dimensions, nothing was known"
+    other = matrices()
+    also = torch.optim.Muon(other.parameters(), **wrong)
+    with pytest.raises(ValueError, match=reason):
+        overspill.plan(other, also, device=CPU, host_memory="4MiB", rates=overspill.Rates())
 
 
 @about_cpu
@@ -418,15 +289,6 @@ def test_what_is_short_is_named() -> None:
     (short,) = plan.shortfalls
     assert "of working memory to update parameters, needs" in str(short) and ",," not in str(short)
     assert overspill.plan(model, inner, **{**given, **plan.detail.fitting}).fits
-
-
-def test_a_rule_is_counted_apart_from_its_use() -> None:
-    rule, group = Scratch(), {"lr": 0.1}
-    cost = update_cost(rule, group, (8, 8), torch.float32)
-    assert not rule.kept, "another one kept a tensor without memory"
-    assert cost.flops == 0 and cost.moved_bytes >= 4 * 4 * 64
-    guess = update_cost(rule, group, (8, 7), torch.float32)
-    assert guess.moved_bytes == 12 * 56 and guess.flops == 0
 
 
 Made = Callable[..., Any]

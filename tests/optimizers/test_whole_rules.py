@@ -13,8 +13,9 @@ import overspill
 from overspill.optim import Field, StepScalars, registry
 from overspill.optim.formats import WholeField, moment_fields
 from tests.devices import about_cpu, normal
+from tests.remedies.table import says
 
-from .test_streamed_optimizers import TIGHT, WIDTH, same
+from .test_streamed_optimizers import TIGHT, WIDTH, build, same
 
 
 class Matrices(torch.optim.Optimizer):
@@ -118,6 +119,29 @@ def test_a_store_of_muon_is_resumed_without_an_optimizer(tmp_path: Path) -> None
         step_once(plain, its, number)
     same(again, plain)
     optimizer.close()
+
+
+@about_cpu
+def test_a_store_of_several_optimizers_is_resumed_with_a_list(tmp_path: Path) -> None:
+    model = build()
+    options = {"rates": overspill.Rates(), **TIGHT["roomy"]}
+
+    def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+
+    made: Any = overspill.wrap(model, pair(model), nvme=tmp_path, **options)
+    model(normal(0, 4, WIDTH)).square().mean().backward()
+    for each in made:
+        each.step()
+    made[0].close()
+    with says("trained with several optimizers; build them and pass a list to resume"):
+        overspill.resume(build(), tmp_path, **options)
+    again = build()
+    made, _ = overspill.resume(again, tmp_path, pair(again), **options)
+    assert len(made) == 2
+    made[0].close()
 
 
 def step_once(model: nn.Module, optimizer: Any, number: int) -> None:

@@ -71,6 +71,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/optimizers/test_streamed_optimizers.py::"
         "test_what_cannot_be_stepped_alone_is_refused_with_the_reason"
     ),
+    ("offload/durable/resume.py", "build them and pass a list to resume"): (
+        "tests/optimizers/test_whole_rules.py::"
+        "test_a_store_of_several_optimizers_is_resumed_with_a_list"
+    ),
     ("optim/registry.py", "Use torch.optim.AdamW, with moments='int8' for"): (
         "tests/optimizers/test_odd_optimizers.py::test_instead_of_torchaos"
     ),

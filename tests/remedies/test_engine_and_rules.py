@@ -302,7 +302,7 @@ def test_hyper_parameters_that_decide_what_state_there_is(case: str) -> None:
         trains(model, optimizer)
 
 
-@tries("optim/optimizer.py", "make it contiguous first")
+@tries("optim/whole.py", "make it contiguous first")
 @tries("optim/formats.py", "is unknown; use one of {}")
 def test_our_optimizers_alone() -> None:
     p = nn.Parameter(torch.ones(4, 8)[:, ::2])

@@ -120,14 +120,17 @@ def test_each_rule_and_dtype_is_measured_once(asked: list[str], tmp_path: Path) 
     assert found.for_task(Task(None, torch.float16)) == found.rates == found.for_task(None)
 
 
-def test_products_of_updates_are_measured_on_the_cpu(asked: list[str], tmp_path: Path) -> None:
+def test_products_of_updates_are_measured_on_both_sides(asked: list[str], tmp_path: Path) -> None:
     task = Task(None, torch.bfloat16, update_products=torch.float32)
     for _ in range(2):
         found = calibrate([tmp_path], "sim", task)
-    assert asked == ["torch.bfloat16", "torch.float32"]
-    assert found.for_task(task).device_flops_s == 1e9
-    assert found.for_task(task).host_flops_s == 2e9
-    assert found.for_task(Task(None, torch.bfloat16)).host_flops_s is None
+    assert asked == ["torch.bfloat16", "torch.float32", "torch.float32"], "the last on the CPU"
+    known = found.for_task(task)
+    assert (known.device_flops_s, known.device_update_flops_s, known.host_flops_s) == (
+        1e9, 2e9, 3e9
+    )  # fmt: skip
+    other = found.for_task(Task(None, torch.bfloat16))
+    assert other.host_flops_s is None and other.device_update_flops_s is None
 
 
 def test_the_rate_of_updates_on_the_device_is_kept(asked: list[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from overspill.train import shapes
 from overspill.train.choices import Choice, choices, largest, model_for, recipes
 from overspill.train.gains import planner
 from overspill.train.shapes import plan_model
-from overspill.train.skeletons import add_lora
+from overspill.train.skeletons import add_lora, skeleton_optimizer
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples/machines/rtx4090.toml"
@@ -158,3 +158,13 @@ def test_a_budget_beyond_this_machine_is_told() -> None:
     assert answer.exit_code == 0 and "more than the" in answer.output
     answer = call("gpt2-1m", "--rates", str(FILE), "--host-memory", "64TiB")
     assert "more than the" not in answer.output
+
+
+def test_muon_gets_the_matrices_of_the_layers() -> None:
+    """Also where a matrix has as many rows as an embedding, as in gpt2-350m."""
+    model = model_for("gpt2-350m", None)
+    joint = skeleton_optimizer(model, "muon")
+    names = {p: name for name, p in model.named_parameters()}
+    muon, rest = ({names[p] for p in group["params"]} for group in joint.param_groups)
+    assert len(muon) == 24 * 4 and all(".h." in name and "weight" in name for name in muon)
+    assert any("wte" in name for name in rest) and any("wpe" in name for name in rest)
