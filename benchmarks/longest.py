@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from overspill.optim.registry import rules_for
-from overspill.planning.activations import shortfall
 from overspill.planning.choose import Workload
+from overspill.planning.fitting import shortfall
 from overspill.planning.partition import Partition, partition
 from overspill.planning.plan import Budgets, Needs
 from overspill.planning.planner import make_layout

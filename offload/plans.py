@@ -29,7 +29,6 @@ from .optim.registry import rules_for
 from .optim.rule import is_whole
 from .optim.streamed import StreamedRule
 from .optim.untrained import NoOptimizer
-from .planning.activations import left_bytes, shortfall
 from .planning.blueprint import Blueprint
 from .planning.bounds import (
     device_update_share,
@@ -39,10 +38,16 @@ from .planning.bounds import (
 )
 from .planning.budgets import machine_budgets, require_directories, resolve_budgets
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
+from .planning.fitting import (
+    choose_side,
+    copied_if_better,
+    fitting_budgets,
+    left_bytes,
+    short_for_activations,
+)
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
-from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference, Shortfall
-from .planning.planner import make_layout
+from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .planning.whole_updates import WholeUpdates
@@ -73,8 +78,6 @@ def _fields_of(
 
     return fields
 
-
-FITTING_TRIES = 10  # attempts: raising one budget can change what another tier needs
 
 # Attribute of a model: the number of tokens from which its loss is computed in chunks, without all
 # logits at once.
@@ -147,9 +150,9 @@ def make_blueprint(
     def with_updates(on_device: bool) -> Needs:
         return _with_updates(needs, updates, parts, device=on_device)
 
-    needs, chosen = _choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
+    needs, chosen = choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
     if needs.in_place and description is None:
-        chosen = _copied_if_better(chosen, needs, choose)
+        chosen = copied_if_better(chosen, needs, choose)
     others: Mapping[str, float] = {}
     if coupled is not None:
         chosen = _because_coupled(chosen, coupled)
@@ -221,78 +224,6 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 
 
-def _choose_side(
-    with_updates: Callable[[bool], Needs], choose: Callable[[Needs], PlannedLayout],
-    budgets: Budgets, logits_bytes: int,
-) -> tuple[Needs, PlannedLayout]:  # fmt: skip
-    """Return needs and layout with updates of matrices on the device, or if it has no room for
-    them, on the CPU."""
-    needs = with_updates(budgets.device is not None)
-    chosen = choose(needs)
-    if needs.matrices_visit and (missing := _short_tiers(chosen, needs, budgets, logits_bytes)):
-        other = choose(on_cpu := with_updates(False))
-        if len(_short_tiers(other, on_cpu, budgets, logits_bytes)) < len(missing):
-            return on_cpu, other
-    return needs, chosen
-
-
-def _short_tiers(
-    planned: PlannedLayout, needs: Needs, budgets: Budgets, logits_bytes: int
-) -> set[Tier]:
-    """Return the tiers that are too small for a layout, or for its activations."""
-    found = {each.tier for each in planned.shortfalls}
-    short = _of_activations(planned, needs, budgets, logits_bytes)
-    return found if short is None else {short.tier}
-
-
-def _of_activations(
-    planned: PlannedLayout, needs: Needs, budgets: Budgets, logits_bytes: int
-) -> Shortfall | None:
-    """Return the shortfall for activations of a layout that fits; ``None`` if there is none."""
-    if planned.shortfalls or needs.saved_bytes is None:
-        return None
-    return shortfall(
-        planned.layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
-        needs.recomputable, logits_bytes,
-    )  # fmt: skip
-
-
-def _copied_if_better(
-    chosen: PlannedLayout, needs: Needs, choose: Callable[[Needs], PlannedLayout]
-) -> PlannedLayout:
-    """Return a layout with copies of weights if the reader of weight files does not fit."""
-    if not chosen.shortfalls:
-        return chosen
-    copied, most = choose(replace(needs, in_place=frozenset())), _missing(chosen)
-    fits = all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items())
-    return copied if fits else chosen
-
-
-def _missing(planned: PlannedLayout) -> Counter[Tier]:
-    missing = Counter[Tier]()
-    for each in planned.shortfalls:
-        missing[each.tier] += each.missing_bytes
-    return missing
-
-
-def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) -> dict[str, str]:
-    """Return budgets that would fit, by option; see ``PlanDetail.fitting``."""
-    budgets = replace(given, host=max(given.host, working_bytes(given, needs)))
-    for _ in range(FITTING_TRIES):
-        room = for_layout(budgets, needs)  # a reader has more threads if there is more host memory
-        layout, _, missing = make_layout(parts, room, needs)
-        if not missing and needs.saved_bytes is not None:
-            short = shortfall(
-                layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
-                needs.recomputable, logits_bytes,
-            )  # fmt: skip
-            missing = () if short is None else (short,)
-        if not missing:
-            return budgets.beyond(given)
-        budgets = budgets.raised(missing)
-    return {}
-
-
 def _updates_of(
     rules: Sequence[Rule], optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> WholeUpdates:
@@ -333,7 +264,7 @@ def _plan_of(
     """Build the plan that describes a chosen layout."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
     sizes, logits_bytes = needs.saved_bytes, load.logits_bytes(parts.units)
-    missing = _of_activations(chosen, needs, budgets, logits_bytes)
+    missing = short_for_activations(chosen, needs, budgets, logits_bytes)
     shortfalls = chosen.shortfalls if missing is None else (missing,)
     fits, links, bound = not shortfalls, chosen.link_bytes, None
     if rates is not None and not chosen.shortfalls:
@@ -362,7 +293,7 @@ def _plan_of(
         left_bytes=left_bytes(layout, for_layout(budgets, needs)),
         profile=profile,
         budgets=budgets,
-        fitting={} if fits else _fitting(needs, parts, budgets, logits_bytes),
+        fitting={} if fits else fitting_budgets(needs, parts, budgets, logits_bytes),
         rates=rates,
     )
     return Plan(

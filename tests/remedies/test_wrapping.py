@@ -350,7 +350,7 @@ def test_a_frozen_weight_that_cannot_be_packed(way: str) -> None:
 
 
 @about_sim
-@tries("offload/planning/activations.py",
+@tries("offload/planning/fitting.py",
        "raise host_memory, use fewer tokens, or activations='auto' or 'recompute'",
        "raise nvme_memory, use fewer tokens, or activations='recompute'")  # fmt: skip
 @pytest.mark.parametrize(("policy", "remedy"), [
