@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import OffloadError
+from .errors import HostMemoryError
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATED_BYTES = 256 << 20  # at a time, by one of a few threads
@@ -46,7 +46,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def _unmap(address: int, nbytes: int) -> None:
     if _libc.munmap(address, nbytes) != 0:
         code = ctypes.get_errno()
-        raise OffloadError(f"cannot return {nbytes} bytes of host memory: {os.strerror(code)}")
+        raise HostMemoryError(f"cannot return {nbytes} bytes of host memory: {os.strerror(code)}")
 
 
 def _end(
@@ -77,7 +77,7 @@ class _Mapping:
         base = _libc.mmap(None, whole, _PROT_READ_WRITE, flags, -1, 0)
         if base == _MAP_FAILED:
             code = ctypes.get_errno()
-            raise OffloadError(
+            raise HostMemoryError(
                 f"host memory: need {nbytes} bytes in one piece, have none: {os.strerror(code)}; "
                 "ask for less, or raise the address space limit (ulimit -v)"
             )
@@ -99,7 +99,7 @@ class _Mapping:
         if _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0:
             code = ctypes.get_errno()
             self.close()
-            raise OffloadError(f"cannot keep {nbytes} bytes from children: {os.strerror(code)}")
+            raise HostMemoryError(f"cannot keep {nbytes} bytes from children: {os.strerror(code)}")
         # Refused where huge pages are switched off: smaller pages then serve.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
@@ -152,7 +152,7 @@ class _Mapping:
         if code == 22:  # EINVAL: a kernel before 5.14
             np.asarray(self)[:: os.sysconf("SC_PAGE_SIZE")] = 0
             return
-        raise OffloadError(
+        raise HostMemoryError(
             f"host memory: need {self.nbytes} bytes, not that much is free: {os.strerror(code)}; "
             "lower host_memory, or raise the memory limit of this process's group"
         )
@@ -186,7 +186,7 @@ class Lease:
             OffloadError: the lease has been released.
         """
         if self._array is None:
-            raise OffloadError(f"the lease of {self.nbytes} bytes has been released")
+            raise HostMemoryError(f"the lease of {self.nbytes} bytes has been released")
         return self._array
 
     @property
@@ -228,7 +228,7 @@ class Lease:
             return
         if _libc.madvise(mapping.address, mapping.nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
-            raise OffloadError(
+            raise HostMemoryError(
                 f"cannot free {mapping.nbytes} bytes of host memory: {os.strerror(code)}"
             )
 
@@ -248,7 +248,7 @@ class Lease:
             OffloadError: the lease has been released.
         """
         if self._mapping is None:
-            raise OffloadError(f"the lease of {self.nbytes} bytes has been released")
+            raise HostMemoryError(f"the lease of {self.nbytes} bytes has been released")
         self._mapping.before_end.append(act)
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptionError, OffloadError
+from .errors import CorruptionError, LifecycleError, OffloadError
 from .types import Extent
 
 
@@ -37,7 +37,7 @@ class ExtentContents:
         if self.fill is Fill.WHOLE:
             return None
         if self.fill is Fill.EMPTY:
-            return OffloadError(
+            return LifecycleError(
                 f"{self.extent} has never been written, so there is nothing to read; write it first"
             )
         return CorruptionError(

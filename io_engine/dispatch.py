@@ -20,7 +20,7 @@ from .backend import Backend, Completion, Outcome, Segment
 from .buffers import TransferMemory
 from .completion_errors import cancelled, error_of
 from .contents import ExtentContents, Fill
-from .errors import IoError, OffloadError
+from .errors import IoError, LifecycleError, OffloadError
 from .types import Extent, Ticket
 
 log = logging.getLogger("overspill.io_engine")
@@ -92,7 +92,7 @@ class Dispatcher:
         """Takes a request on its way, now or when those before it at the extent have ended."""
         with self._lock:
             if self._stopped:
-                raise OffloadError("the I/O engine is closed; open a new one")
+                raise LifecycleError("the I/O engine is closed; open a new one")
             flight.id = self._next_id
             self._next_id += 1
             self.engine_port += 1
@@ -184,7 +184,9 @@ class Dispatcher:
         try:
             self._backend.submit(flight.id, flight.write, flight.urgent, flight.segments)
         except Exception as error:
-            self._refuse(flight, OffloadError(f"the {self._backend.name} backend refuses: {error}"))
+            self._refuse(
+                flight, LifecycleError(f"the {self._backend.name} backend refuses: {error}")
+            )
             self._backend.wake()
             return
         flight.submitted = True

@@ -19,7 +19,7 @@ from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
 from .dispatch import Dispatcher, Flight
-from .errors import OffloadError
+from .errors import LifecycleError
 from .extent_table import ExtentTable
 from .manifest import Generation, Manifest, StoredItem, StoreLayout
 from .native import crc32
@@ -214,7 +214,7 @@ class IoEngine:
         with self._buffer_lock:
             limit = self._buffer_limit
             if limit is not None and self._buffer_held + nbytes > limit:
-                raise OffloadError(
+                raise LifecycleError(
                     f"a buffer needs {nbytes} bytes; {limit - self._buffer_held} of buffer_bytes="
                     f"{limit} are free; release leases, or raise buffer_bytes"
                 )
@@ -450,4 +450,4 @@ class IoEngine:
 
     def _require_open(self) -> None:
         if self.closed:
-            raise OffloadError("the I/O engine is closed; open a new one")
+            raise LifecycleError("the I/O engine is closed; open a new one")

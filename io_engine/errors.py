@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import errno as codes
 import os
+import sys
 from pathlib import Path
 
 
 class OffloadError(Exception):
-    """Base of every error that overspill raises on purpose."""
+    """Base of every error that overspill raises on purpose.
+
+    Attributes:
+        section: the section of docs/errors.md about such errors.
+    """
+
+    section = "other-errors"
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(message)
+        if sys.version_info >= (3, 11):
+            self.add_note(f"See docs/errors.md#{self.section}")
+
+
+class LifecycleError(OffloadError):
+    """What was called does not fit the state of its engine, which is closed, in use or asleep."""
+
+    section = "wrapping-and-closing"
+
+
+class HostMemoryError(OffloadError):
+    """The system does not give the host memory of a budget."""
+
+    section = "memory-budgets"
 
 
 class IoError(OffloadError):
@@ -20,6 +44,8 @@ class IoError(OffloadError):
         nbytes: length of the operation in bytes, 0 if it has none.
         errno: the system's error number, 0 if the system reported none.
     """
+
+    section = "files-and-disks"
 
     def __init__(
         self, message: str, *, path: str = "", offset: int = -1, nbytes: int = 0, errno: int = 0
@@ -41,6 +67,8 @@ class CorruptionError(IoError):
     Attributes: those of ``IoError``, and ``expected`` and ``found``, the CRC-32 of the block when
     it was written and as it was read (both 0 if the extent has no whole contents at all).
     """
+
+    section = "damaged-data"
 
     def __init__(
         self,

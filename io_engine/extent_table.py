@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .contents import ExtentContents, Fill
-from .errors import CorruptionError, IoError, OffloadError
+from .errors import CorruptionError, IoError, LifecycleError
 from .manifest import Generation, StoreLayout
 from .space import Space, file_shares
 from .store import StoreFile
@@ -105,7 +105,7 @@ class ExtentTable:
         with self._lock:
             self._known(extent)
             if busy_with(extent):
-                raise OffloadError(f"{extent} has transfers on their way; wait for them first")
+                raise LifecycleError(f"{extent} has transfers on their way; wait for them first")
             del self._contents[extent]
             self._space.give(extent.pieces)
 

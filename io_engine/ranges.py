@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import Lease, allocate_host
-from .errors import CorruptionError, IoError, OffloadError, refused
+from .errors import CorruptionError, IoError, LifecycleError, OffloadError, refused
 from .native import crc32
 from .one_shot_event import OneShotEvent
 from .types import SECTOR_BYTES
@@ -264,7 +264,7 @@ class RangeReader:
     ) -> RangesRead:  # fmt: skip
         with self._changed:
             if self._closed:
-                raise OffloadError("the reader of weight files is closed")
+                raise LifecycleError("the reader of weight files is closed")
             blocks = self._blocks.get(ranges)
             if blocks is None:
                 blocks = self._blocks[ranges] = _cut(ranges.parts)
@@ -311,7 +311,7 @@ class RangeReader:
                 except OffloadError as raised:
                     error = raised
                 except BaseException as raised:
-                    error = OffloadError(f"{type(raised).__name__}: {raised}")
+                    error = LifecycleError(f"{type(raised).__name__}: {raised}")
             with self._changed:
                 job.error = job.error or error
                 job.left -= 1

@@ -18,7 +18,7 @@ from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import models_in, optimizer_for, warn_of_kept_options, with_formats
 from .engine import Engine, engine_of
-from .errors import OffloadError
+from .errors import LifecycleError, RankError, StoreError
 from .facts.machine import Machine
 from .facts.rates import Rates
 from .inference import OffloadedInference
@@ -69,12 +69,12 @@ def _wrapped(model: nn.Module) -> Engine:
     engine = engine_of(model)
     parts = named_models(model).values()
     if engine is None and (of_part := next(filter(None, map(engine_of, parts)), None)) is not None:
-        raise OffloadError(
+        raise LifecycleError(
             f"these models were wrapped as {describe(of_part)}; give the same dict, or, to "
             "named_weights and materialized, one of the models"
         )
     if engine is None:
-        raise OffloadError(
+        raise LifecycleError(
             "the model is not wrapped by overspill; overspill.wrap(model, ...) first"
         )
     return engine
@@ -340,8 +340,8 @@ def resume(
 
     Args:
         path: the directory of the store, or all of them.
-        optimizer: of the same kind, with the same param groups; ``None`` for torch's AdamW, Adam,
-            SGD, Adagrad or Muon, with the groups of the store.
+        optimizer: of the same kind, with the same param groups; ``None`` for one of torch's that
+            has a native rule, with the groups of the store.
         options: see ``OffloadConfig``; ``nvme``: where to continue, if not in the store itself.
 
     Returns:
@@ -378,7 +378,7 @@ def _resumed(
     if optimizer is None:
         optimizer = optimizer_for(model, store.layout.description, facts)
     if len(optimizer.param_groups) != len(facts["groups"]):
-        raise OffloadError(
+        raise StoreError(
             f"the store has {len(facts['groups'])} param groups, the optimizer "
             f"{len(optimizer.param_groups)}; build it as for the run before"
         )
@@ -424,7 +424,7 @@ def unwrap(model: OneOrMore | str | os.PathLike[str]) -> OneOrMore | None:
         return model
     engine = _wrapped(whole)
     if engine.model is not whole:
-        raise OffloadError(
+        raise LifecycleError(
             f"this model was wrapped together with others, as {describe(engine)}; unwrap all of "
             "them in one call, with what was given to wrap"
         )
@@ -437,7 +437,7 @@ def _close_engines_in(folder: Path) -> None:
     found = engines_in(with_ranks(folder))
     if not found:
         used = [str(place) for each in open_engines() for place in each.folders]
-        raise OffloadError(
+        raise LifecycleError(
             f"{folder}: no engine of this process uses this folder; "
             + (f"open engines use {', '.join(used)}" if used else "none is open with nvme=")
         )
@@ -457,7 +457,7 @@ def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]
     """
     whole = as_model(model)
     if engine_of(whole) is None and over_ranks_of(whole) is not None:
-        raise OffloadError(
+        raise RankError(
             "materialized is for a model on one rank; where it is spread over several, read "
             "overspill.named_weights(model), p.full_tensor() or model.state_dict(), and edit "
             "parameters in place"

@@ -9,7 +9,7 @@ from torch import nn
 
 from .config import OffloadConfig
 from .engine import engine_of
-from .errors import OffloadError
+from .errors import LifecycleError, ModelError
 from .movement.accelerators.choose import Accelerator
 from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
@@ -28,19 +28,19 @@ def check_model(
     """
     engine = engine_of(model)
     if engine is not None and engine.finished:
-        raise OffloadError(
+        raise LifecycleError(
             "the model was wrapped, and its engine is closed, with the weights; build the model "
             "again (overspill.unwrap(model) before close() keeps them)"
         )
     if engine is not None:
-        raise OffloadError("the model is wrapped already; call overspill.unwrap(model) first")
+        raise LifecycleError("the model is wrapped already; call overspill.unwrap(model) first")
     check_modules(model)
     for name, p in model.named_parameters():
         _check_parameter(name, p)
     _refuse_overlaps(model)
     for name, module in model.named_modules():
         if any(map(torch_private.is_lazy, module.buffers(recurse=False))):
-            raise OffloadError(
+            raise ModelError(
                 f"module {name!r} has buffers without a shape yet (a lazy module); run one forward "
                 "of the model before wrap"
             )
@@ -67,12 +67,12 @@ def check_modules(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None:
-            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
+            raise LifecycleError(f"module {name!r} is wrapped already; unwrap it first")
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+            raise ModelError(f"{kind} is not supported: overspill trains on one device")
         if kind == "ParamWrapper" and type(module).__module__.startswith("peft."):
-            raise OffloadError(
+            raise ModelError(
                 f"module {name!r}: peft's target_parameters replaces parameters while the model "
                 "runs, which is not supported; name modules in target_modules instead"
             )
@@ -83,23 +83,23 @@ _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
     if managed(p) is not None:
-        raise OffloadError(
+        raise LifecycleError(
             f"parameter {name!r} belongs to another wrapped model; unwrap that one first"
         )
     if torch_private.is_lazy(p):
-        raise OffloadError(
+        raise ModelError(
             f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model "
             "before wrap"
         )
     if torch_private.is_wrapper(p):
         kinds = f"{type(p).__name__} of {type(p.data).__name__}"
-        raise OffloadError(
+        raise ModelError(
             f"parameter {name!r} is no plain tensor ({kinds}): models that are sharded (FSDP2, "
             "DTensor) or quantised are not supported; wrap the plain model, on one device"
         )
     if p.layout is not torch.strided or p.is_nested or p.is_quantized:
         kind = "quantised" if p.is_quantized else "nested" if p.is_nested else str(p.layout)
-        raise OffloadError(
+        raise ModelError(
             f"parameter {name!r} is a {kind} tensor; overspill holds dense tensors only: replace "
             "it by a dense one (p.to_dense(), p.dequantize()) before wrap"
         )
@@ -113,7 +113,7 @@ def _check_trained(name: str, p: nn.Parameter, precision: torch.dtype | None) ->
         ValueError: weights of its dtype cannot be trained.
     """
     if torch_private.overlaps_itself(p):
-        raise OffloadError(
+        raise ModelError(
             f"parameter {name!r} has several elements in one place of memory (an expanded tensor, "
             f"strides {tuple(p.stride())}), so an optimizer cannot update it in place; make it "
             "contiguous, or train the tensor that it was expanded from"
@@ -144,7 +144,7 @@ def _refuse_overlaps(model: nn.Module) -> None:
         found.sort()
         for (_, end, one), (start, _, other) in pairwise(found):
             if start < end:
-                raise OffloadError(
+                raise ModelError(
                     f"parameters {one!r} and {other!r} lie over the same memory (tied by .data); "
                     "tie them as one parameter: module.weight = other.weight"
                 )
@@ -175,19 +175,19 @@ def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
             continue
         what = f"parameter {name!r} ({type(p).__name__})"
         if p.is_floating_point() and getattr(p, "quant_state", None) is not None:
-            raise OffloadError(
+            raise ModelError(
                 f"{what} stores its quantised values as {p.dtype}, as if they were weights; "
                 "load the model with bnb_4bit_quant_storage=torch.uint8, or unquantised and pass "
                 "frozen='nf4'"
             )
         if p.is_floating_point():
-            raise OffloadError(
+            raise ModelError(
                 f"{what} is not quantised yet: its class does that when it is moved to a device; "
                 f"call model.to({str(device)!r}) before wrap, or load the model unquantised and "
                 "pass frozen='nf4'"
             )
         if p.device.type != device.type and accelerator.has_device_memory:
-            raise OffloadError(
+            raise ModelError(
                 f"{what} is quantised on {p.device}, and so are its scales; call "
                 f"model.to({str(device)!r}) before wrap"
             )

@@ -13,7 +13,7 @@ from torch import nn
 
 from .activations.activation_tuner import ActivationTuner
 from .durable.commits import Commits
-from .errors import OffloadError
+from .errors import LifecycleError, OffloadError
 from .grads.backward_update_policy import BackwardUpdatePolicy, Declared
 from .grads.gradients import GradientCollector
 from .grads.held_gradients import HeldGradients
@@ -227,7 +227,7 @@ class Loop:
         if not sleeping.asleep:
             self.quiesce()
             if self._onloaded_units.in_use or self._forward_stack.in_use:
-                raise OffloadError("sleep() cannot be called while the model runs, as in a hook")
+                raise LifecycleError("sleep() cannot be called while the model runs, as in a hook")
             if self._commits is not None:
                 self._executor.health.require_commits()
                 self._commits.commit()
@@ -270,7 +270,7 @@ class Loop:
         self._executor.health.require_commits()
         self._forward_stack.tidy()
         if self._commits is None:
-            raise OffloadError(
+            raise LifecycleError(
                 f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
                 "durable=True"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import OffloadError
+from .errors import LifecycleError
 from .params.pickling import copied, reduced, spawning
 from .planning.models import entries, named_models
 
@@ -58,7 +58,7 @@ class ModelMarks:
     def _copied(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if self._ordinary():
             return copied(module, memo, ENGINE, MADE, COPY)
-        raise OffloadError(
+        raise LifecycleError(
             "a wrapped model cannot be copied: its weights are not all in memory. Copy it before "
             "wrap, or inside `with overspill.materialized(model):`; for an average of the weights "
             "use overspill.ema(optimizer, decay) before wrap"
@@ -68,7 +68,7 @@ class ModelMarks:
         # A spawned data-loader worker pickles the model if its collator holds it.
         if spawning() or self._ordinary():
             return reduced(module, ENGINE, MADE, COPY)
-        raise OffloadError(
+        raise LifecycleError(
             "a wrapped model cannot be pickled: its weights are not all in memory. Save "
             "model.state_dict(), or optimizer.save(path) (with a durable store), or pickle it "
             "inside `with overspill.materialized(model):`"

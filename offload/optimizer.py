@@ -16,7 +16,7 @@ from .durable.export import export_model, export_store
 from .durable.hub import files_of
 from .engine import Engine
 from .engine_handle import EngineHandle
-from .errors import OffloadError
+from .errors import OptimizerStateError
 from .grads.backward_update_policy import Declared
 from .model_marks import MADE
 from .optim.averaged import DECAY, check_decay
@@ -60,7 +60,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
             self.state.clear()  # code resets it by ``optimizer.state = defaultdict(dict)``
             return
         if name in ("state", "param_groups") and "_engine" in self.__dict__ and value is not mine:
-            raise OffloadError(
+            raise OptimizerStateError(
                 f"optimizer.{name} cannot be replaced, since the engine holds it; change what is "
                 "there (group['lr'] = ..., optimizer.state[p][name] = ...), assign an empty dict "
                 "to optimizer.state to reset it, or use load_state_dict"
@@ -68,13 +68,13 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         super().__setattr__(name, value)
 
     def __setstate__(self, state: Mapping[str, Any]) -> NoReturn:
-        raise OffloadError(
+        raise OptimizerStateError(
             "a wrapped optimizer cannot take over the state of a pickled one (__setstate__), since "
             "the engine holds it; use optimizer.load_state_dict(other.state_dict())"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise OffloadError(
+        raise OptimizerStateError(
             "a wrapped optimizer cannot be copied or pickled, since the engine holds its state; "
             "copy or save optimizer.state_dict()"
         )
@@ -198,7 +198,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ``OffloadError`` once wrapped, because the plan is made for the existing groups."""
         if "_engine" in self.__dict__:
-            raise OffloadError(
+            raise OptimizerStateError(
                 "add_param_group after wrap is not supported, since the plan is made for the "
                 "groups that were there; call it before wrap, or keep state = "
                 "optimizer.state_dict(), call overspill.unwrap(model), wrap the model again with "

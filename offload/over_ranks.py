@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .errors import OffloadError
+from .errors import RankError
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .paths import as_paths
 from .planning.models import named_models
@@ -41,7 +41,7 @@ def refuse_spread(model: nn.Module) -> None:
     """
     for name, each in named_models(model).items():
         if is_spread(each):
-            raise OffloadError(
+            raise RankError(
                 f"model {name!r} is under FSDP2 or DDP, which is not possible in a dict of models; "
                 "wrap it in a call of its own"
             )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import ActivationError
 from ..planning.partition import Partition
 from ..private import module_private, torch_private
 from .known_code import known
@@ -239,7 +239,7 @@ class _Checkpointed:
 
         def again(*inputs: torch.Tensor) -> None:
             if after and (changed := _changed(_state_of(module), after[0])) is not None:
-                raise OffloadError(
+                raise ActivationError(
                     f"{type(module).__name__}: {changed} has changed since its forward, which "
                     "backward computes again with it; change it after backward, or pass "
                     "activations='host'"
@@ -273,7 +273,7 @@ class _Checkpointed:
             return
         next(self._checkpoint, None)
         if _written(inputs):
-            raise OffloadError(
+            raise ActivationError(
                 f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
                 "so that backward cannot compute it again; pass activations='host', or recompute "
                 "a larger part of the model with torch.utils.checkpoint"

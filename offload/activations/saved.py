@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
@@ -201,7 +201,7 @@ class SavedTensors:
         onloaded = self._onloaded_units.current[handle.unit]
         if onloaded is None:
             name = self._onloaded_units.parts.units[handle.unit].name
-            raise OffloadError(
+            raise LifecycleError(
                 f"backward needs weights of unit {name!r} as the engine had them, which is closed; "
                 "run backward before close() or unwrap()"
             )

@@ -31,7 +31,8 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         if debug or not (mendable or follows):
             raise
         text = _FOLLOWS if follows else " ".join(str(error).split())
-        typer.echo(f"{_who()}error: {text or type(error).__name__}", err=True)
+        see = f" (docs/errors.md#{error.section})" if isinstance(error, OffloadError) else ""
+        typer.echo(f"{_who()}error: {text or type(error).__name__}{see}", err=True)
         raise typer.Exit(REFUSED) from error
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..observe.long_work import LongWork
 from . import options as opt
 from .failures import one_line_errors
@@ -38,9 +38,7 @@ def inspect(
         look = _export if (place / SUMS).exists() else _run if several else _store
         wrong = look(place, as_json, verify)
         if wrong and repair and several:
-            raise OffloadError(
-                "repair mends one store; name the folder of the rank that is damaged"
-            )
+            raise StoreError("repair mends one store; name the folder of the rank that is damaged")
         if wrong and repair:
             from ..durable.inspect import repair_store
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..grads.update_waiter import UpdateWaiter
 from ..io_engine.pins import Identity
 from ..movement.commit_writer import CommitWriter
@@ -212,7 +212,7 @@ class Commits:
         """
         self._update_waiter.wait_for_updates()
         if (reason := self._unfit()) is not None:
-            raise OffloadError(reason)
+            raise StoreError(reason)
         self._random = random_states(self._device)
         self._facts, self._asked = self._gather(), True
         self._tell_facts(kept=True)
@@ -266,7 +266,7 @@ class Commits:
             OffloadError: it was; the state is partly old and partly new.
         """
         if self._half:
-            raise OffloadError(_HALF)
+            raise StoreError(_HALF)
 
     def begin_edit(self, parts: EditedParts) -> None:
         """Block commits until all of ``parts`` was edited (``end_edit``)."""
@@ -322,7 +322,7 @@ class Commits:
         if (first or self._protocol.cut) and not self._protocol.open:
             self._wait_for_commit()  # a commit may be in progress, even the first
         if self._writer.last is None:
-            raise OffloadError(
+            raise StoreError(
                 "there is no commit to go back to: none was made before values that are not finite "
                 "came in, or an edit was interrupted; load weights and state again"
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CorruptionError, OffloadError, format_bytes
+from ..errors import CorruptionError, ExportError, format_bytes
 from ..io_engine.atomic_files import free_bytes_at, remove_abandoned, replacing_folder
 from ..io_engine.committed import FoundStore, find_store
 from ..observe.long_work import LongWork
@@ -161,7 +161,7 @@ def _nbytes_in(tree: Any) -> int:
 def _require_free_name(out: Path) -> None:
     there = out.is_symlink() or out.exists()
     if there and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise OffloadError(f"{out} is there already; choose another place, or remove it")
+        raise ExportError(f"{out} is there already; choose another place, or remove it")
 
 
 def _require_room(
@@ -170,7 +170,7 @@ def _require_room(
     need = _bytes_of(weights, tree)
     free = free_bytes_at(out)
     if need > free:
-        raise OffloadError(
+        raise ExportError(
             f"the export to {out} needs {format_bytes(need)} of disk; {format_bytes(free)} are "
             "free there; make room, export elsewhere, or leave the optimizer's state out"
         )

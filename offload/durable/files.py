@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import OffloadError
+from ..errors import ExportError
 from ..state.weight_files import DTYPES, INDEX, SINGLE
 from .sums import Written
 from .tensors import Bytes, FileWriter, StreamedTensor, in_memory, stream
@@ -183,7 +183,7 @@ def _holes(path: Path, sizes: Sequence[int]) -> list[int]:
             if int(name) < len(sizes) and entry.file_size == sizes[int(name)]:
                 found[int(name)] = place
     if len(found) != len(sizes):
-        raise OffloadError(f"{path}: torch {torch.__version__} lays its files out in a way that "
+        raise ExportError(f"{path}: torch {torch.__version__} lays its files out in a way that "
                            "this version does not know; export with another")  # fmt: skip
     return [found[number] for number in range(len(sizes))]
 

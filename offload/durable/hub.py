@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import ExportError
 from ..planning.models import by_model
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
 from ..state.module_states import added_tensors
@@ -99,13 +99,13 @@ def named_by_config(
     try:
         import transformers
     except ImportError as error:
-        raise OffloadError(
+        raise ExportError(
             f"{path} is about {names[0]}; transformers knows its names in files: install it, or "
             "leave the config out for the names in memory"
         ) from error
     kind = getattr(transformers, names[0], None)
     if kind is None:
-        raise OffloadError(
+        raise ExportError(
             f"{path}: transformers {transformers.__version__} has no {names[0]}; leave the config "
             "out for the names in memory"
         )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import IoError, OffloadError
+from ..errors import IoError, OffloadError, StoreError
 from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import Generation
 from ..io_engine.manifest_repair import repair
@@ -148,24 +148,24 @@ def repair_store(paths: Paths) -> str:
     """
     with own_store(paths) as store:
         if not store.generations:
-            raise OffloadError(f"{store.directories[0]}: no commit is whole; start from an export")
+            raise StoreError(f"{store.directories[0]}: no commit is whole; start from an export")
         last = store.generations[-1]
         if not store.layout.checksum and store.damage:
-            raise OffloadError(
+            raise StoreError(
                 f"{'; '.join(store.damage)}; the store was made with checksum=False, so it is not "
                 "known whether the data of an earlier commit were overwritten; nothing was changed"
             )
         with StoreReader(store, last) as reader:
             problem = next((p for _, p in reader.verify() if p is not None), None)
         if problem is not None:
-            raise OffloadError(f"{problem}; records cannot mend data, so nothing was changed")
+            raise StoreError(f"{problem}; records cannot mend data, so nothing was changed")
         for found in store.manifests:
             if found.damage:
                 repair(found)
     return f"the store is at generation {last.number}, step {last.step}"
 
 
-class StoreMovedError(OffloadError):
+class StoreMovedError(StoreError):
     """The owner of a store committed while its last commit was being read."""
 
 

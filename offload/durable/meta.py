@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import StoreError
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def check_readable(facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         if (error := _obstacle(value)) is not None:
             what = "extra returned" if name == "extra" else "optimizer.param_groups hold"
-            raise OffloadError(
+            raise StoreError(
                 f"{what} something that cannot be read back without running code from it; use "
                 "numbers, texts, tensors, and lists, tuples and dicts of them (a scheduler's "
                 f"state_dict() is one): {error}"

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..io_engine import Extent, IoEngine, Lease, OffloadError, Ticket
+from ..errors import StoreError
+from ..io_engine import Extent, IoEngine, Lease, Ticket
 from ..io_engine.committed import OwnedStore, own_store
 from ..io_engine.manifest import Generation, Sums
 from ..io_engine.reading import StoreReader
@@ -90,7 +91,7 @@ def move_store(
     made = own_store(list(directories))
     if made.layout.store != manifest.layout.store:
         made.locks.release()
-        raise OffloadError(f"{directories[0]}: another process has taken the copy; try again")
+        raise StoreError(f"{directories[0]}: another process has taken the copy; try again")
     return made
 
 
@@ -137,7 +138,7 @@ def _record(reader: StoreReader, sources: Sequence[Node], record: Node) -> Bytes
             to, stop = _bytes_of(f, record, span)
             low, high = _bytes_of(fields[f["name"]], source, span)
             if high - low > stop - to:
-                raise OffloadError(
+                raise StoreError(
                     f"the state of a parameter takes {high - low} bytes in the store, and "
                     f"{stop - to} with this optimizer; pass one with the options of the run before"
                 )

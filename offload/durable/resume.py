@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..io_engine.committed import FoundStore
 from ..schedule.describe import describe_units, difference
 from ..schedule.layout import Layout
@@ -40,7 +40,7 @@ def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> N
     else:
         found = difference(description["units"], describe_units(layout), cuts=cuts)
     if found is not None:
-        raise OffloadError(f"{store.directories[0]}: the store does not fit: {found}")
+        raise StoreError(f"{store.directories[0]}: the store does not fit: {found}")
 
 
 def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,19 +163,19 @@ def optimizer_for(
     }
     kind = kinds.get(description["optimizer"])
     if kind is None:
-        raise OffloadError(
+        raise StoreError(
             f"the store was trained with {description['optimizer']}; build that optimizer and "
             "pass it to resume"
         )
     options = {key for key in _defaults(kind) if key in groups[0]}
     if any(key not in group for group in groups for key in options):
-        raise OffloadError(
+        raise StoreError(
             "the store was trained with several optimizers; build them and pass a list to resume"
         )
     params = dict(model.named_parameters())
     missing = [name for names in members for name in names if name not in params]
     if missing:
-        raise OffloadError(
+        raise StoreError(
             f"parameter {missing[0]!r} is in the store alone: it is that of another model"
         )
     # Options are passed, since some decide what state there is (amsgrad, momentum).

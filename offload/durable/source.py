@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import ExportError
 from ..io_engine.committed import FoundStore
 from ..io_engine.manifest import Generation
 from ..io_engine.reading import StoreReader
@@ -217,7 +217,7 @@ class StoreSource:
             text = bytes(self.reader.begin(key, start, start + length)()) if length else b""
             return structure(text, tensor_at) if length else {}
         except pickle.UnpicklingError as error:
-            raise OffloadError(
+            raise ExportError(
                 f"{error}, which an export cannot read; resume the store with its optimizer, and "
                 "torch.save(optimizer.state_dict(), path)"
             ) from error

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..activations.saved import SavedTensors
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import BackwardUpdateError
 from ..movement.updates import Updater
 from ..params.before_use import UseCallbacks
 from ..params.onloaded_units import OnloadedUnits
@@ -119,7 +119,7 @@ class BackwardUpdatePolicy:
     def refuse_consumed(self, params: Collection[int]) -> None:
         """Raise if backward has already applied the gradient of one of the parameters."""
         if self.consumed(params):
-            raise OffloadError(
+            raise BackwardUpdateError(
                 "update='backward' has applied this gradient already; for several backward() per "
                 "step set accumulate=N or use overspill.accumulate(optimizer, final=...); freeze a "
                 "model that a loss only passes through (requires_grad_(False)); or use "
@@ -138,7 +138,7 @@ class BackwardUpdatePolicy:
         ]
         if dropped and not self._told_of_dropped:
             self._told_of_dropped = True
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"update='backward' has applied the gradients of "
                 f"{', '.join(map(self._resident_guard.name_of, dropped))} already, and they were "
                 "dropped before step(); call step() before zero_grad(), or use "
@@ -162,7 +162,7 @@ class BackwardUpdatePolicy:
         elif not self._told_of_drop and not torch_private.in_backward():
             self._told_of_drop = True
             names = ", ".join(map(self._resident_guard.name_of, sorted(self._ledger.early)))
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"the gradients of {names} cannot be dropped: update='backward' has applied them "
                 "already, as backward() computed them. Call step() before zero_grad(). For a loss "
                 "that only passes through this model (a discriminator that judges a generator), "
@@ -174,7 +174,7 @@ class BackwardUpdatePolicy:
     def refuse_updated(self, unit: int) -> None:
         """Raise if a gradient comes for a unit that this step's backward has already updated."""
         if unit in self._ledger.early:
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"update='backward' has updated {self._resident_guard.name_of(unit)!r} already in "
                 "this step, with the gradients of the backward before, or of this one where a "
                 "module that is used twice lies in reentrant checkpoints; call step() after it, "
@@ -187,7 +187,7 @@ class BackwardUpdatePolicy:
 
         def check() -> None:
             if not final and self._update == "backward" and self._config.accumulate == 1:
-                raise OffloadError(
+                raise BackwardUpdateError(
                     "update='backward' keeps no gradients between micro-steps unless accumulate= "
                     "is given; pass accumulate=N, at least 2, to wrap"
                 )

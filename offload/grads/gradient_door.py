@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..planning.partition import Partition
 from ..planning.plan import host_grad_dtype
 from .gradient_tensor import GradientAccess, OffloadedGradient
@@ -36,7 +36,7 @@ class GradientDoor:
         """
         behind = None if self._behind is None else self._behind()
         if behind is None:
-            raise OffloadError("the engine of this gradient is closed")
+            raise LifecycleError("the engine of this gradient is closed")
         return behind
 
 

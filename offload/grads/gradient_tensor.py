@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import GradientError
 from ..private import torch_private
 
 _Whose = tuple[int, int]
@@ -100,7 +100,7 @@ class OffloadedGradient(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Raise ``OffloadError``, because the gradient may be in any memory."""
-        raise OffloadError(
+        raise GradientError(
             "p.grad has no address, because the engine keeps it; take p.grad.clone(), or "
             "p.grad.untyped_storage() for a copy whose changes count"
         )
@@ -149,7 +149,7 @@ class OffloadedGradient(torch.Tensor):
 
 def _refuse_gone(wrapper: OffloadedGradient) -> None:
     if wrapper.gone:
-        raise OffloadError(
+        raise GradientError(
             "this gradient was kept after p.grad had let it go, and another backward has taken its "
             "place; keep p.grad.clone()"
         )

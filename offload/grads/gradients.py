@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import BackwardUpdateError, GradientError
 from ..facts.tier import Tier
 from ..movement.updates import Arrived, Updater
 from ..params.backward import Backward
@@ -130,7 +130,7 @@ class GradientCollector:
         if grad is None:
             return
         if grad.requires_grad and torch.is_grad_enabled():  # as autograd does for create_graph only
-            raise OffloadError(
+            raise GradientError(
                 f"the gradient of parameter {self._name(index)!r} has a graph, after "
                 "backward(create_graph=True), which overspill does not keep; for a penalty on "
                 "gradients use torch.autograd.grad(loss, parameters, create_graph=True)"
@@ -157,7 +157,7 @@ class GradientCollector:
     def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
         """Replace a fresh gradient by the wrapper, and keep it until the unit is gathered."""
         if grad.layout is not torch.strided:
-            raise OffloadError(
+            raise GradientError(
                 f"parameter {self._name(index)!r} got a {grad.layout} gradient; overspill keeps "
                 "dense gradients only (for an embedding: sparse=False)"
             )
@@ -259,7 +259,7 @@ class GradientCollector:
         """
         inside = torch_private.in_backward()
         if inside and self._transient and self.pending:  # before a part of a unit is updated
-            raise OffloadError(
+            raise BackwardUpdateError(
                 "gradients are looked at while a backward runs that applies them as they come "
                 "(update='backward'); use update='next_forward' where hooks need p.grad"
             )
@@ -344,7 +344,7 @@ class GradientCollector:
         """Raise if an exception interrupted the gathering of one of these gradients."""
         lost = self.torn.intersection(params)
         if lost:
-            raise OffloadError(
+            raise GradientError(
                 f"the gradient of {self._name(min(lost))!r} was being gathered when an exception "
                 "came, and is not whole; zero_grad(), and run forward and backward again"
             )
@@ -415,7 +415,7 @@ class GradientCollector:
 
     def _refuse_stranger(self, index: int, grad: OffloadedGradient) -> None:
         if grad is not self._wrappers.get(index):
-            raise OffloadError(
+            raise GradientError(
                 f"the gradient in {self._name(index)!r} is that of another parameter, or one that "
                 "was kept from before; put a clone() of it there"
             )

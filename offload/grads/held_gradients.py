@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import BackwardUpdateError
 from ..movement.accelerators.base import Accelerator
 from ..movement.direct import DirectAccess
 from ..movement.pools import Arenas
@@ -205,7 +205,7 @@ class HeldGradients:
         self._collector.deliver_now()
         self._collector.executor.protocol.await_gradients()
         if self._backward_updates.consumed([n for n in numbers if n not in self._ledger.squares]):
-            raise OffloadError(
+            raise BackwardUpdateError(
                 "update='backward' has applied these gradients before their norms were requested "
                 "for the first time; norms are computed from now on: ask after the next backward()"
             )

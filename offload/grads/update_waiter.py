@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import GradientError
 from ..movement.executor import Executor
 from ..schedule.ledger import Ledger
 
@@ -30,7 +30,7 @@ class UpdateWaiter:
             units = self._executor.layout.units
             names = ", ".join(units[unit].name for unit in dict.fromkeys(self._ledger.nonfinite))
             self._ledger.nonfinite.clear()
-            raise OffloadError(
+            raise GradientError(
                 f"the update gave values that are not finite in {names or OTHER_RANK}; lower the "
                 "learning rate, clip with max_grad_norm, or look for the first loss that is not "
                 "finite"

@@ -29,7 +29,7 @@ from ..durable.files import is_of_weights, write_safetensors, write_torch
 from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
 from ..engine import Engine
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..io_engine.atomic_files import make_folder, remove_abandoned, replacing, replacing_folder
 from ..open_engines import open_engines
 from ..optimizer import OffloadedOptimizer
@@ -61,7 +61,7 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
         ValueError: ``output_dir`` is missing, or the next automatic name is taken.
     """
     if not more.get("safe_serialization", True):
-        raise OffloadError("save_state writes safetensors only; leave safe_serialization out")
+        raise LifecycleError("save_state writes safetensors only; leave safe_serialization out")
     ours, naming = _Ours(accelerator), _Naming(accelerator, output_dir)
     if accelerator.num_processes > 1:  # several processes write to one folder
         with naming:
@@ -239,7 +239,7 @@ class _Ours:
         self.optimizers = [one for each in inner for one in ours if one is each]
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
         if lacking or not self.models:
-            raise OffloadError(
+            raise LifecycleError(
                 "overspill saves and loads what it has wrapped: wrap every model and optimizer "
                 "before accelerator.prepare, or use the accelerator's own save_state and load_state"
             )

@@ -25,7 +25,7 @@ from transformers.integrations import moe
 
 from ..config import parse_size
 from ..engine import engine_of
-from ..errors import OffloadError
+from ..errors import ModelError
 from ..planning.sections import Sections, has_sections, split_in, stacks_of
 from ..private.module_private import put_in_place, with_members
 from ..private.torch_private import become, not_compiled
@@ -313,7 +313,7 @@ def _forward(
     mine: _Sectioned = experts.sectioned
     now = getattr(mine.config, _CHOSEN)
     if now != mine.before and (mine.before, now) != _DECODING:
-        raise OffloadError(
+        raise ModelError(
             f"the model's experts are in sections, and compute by {mine.arithmetic!r}; for "
             f"{now!r} join_experts(model) first"
         )

@@ -43,7 +43,7 @@ from ..durable.files import WEIGHTS, is_of_weights, torch_bytes, write_shards, w
 from ..durable.hub import of_model
 from ..durable.tensors import lazy
 from ..engine import engine_of
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..io_engine.atomic_files import remove_abandoned, replacing, replacing_folder, write_bytes
 from ..optimizer import OffloadedOptimizer
 from ..state.hub_names import is_of_transformers
@@ -320,7 +320,7 @@ class _Offloaded(Trainer):
     def _engine(self) -> Any:
         engine = engine_of(self.model)
         if engine is None:
-            raise OffloadError("the model is not wrapped by overspill any more")
+            raise LifecycleError("the model is not wrapped by overspill any more")
         return engine
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from typing_extensions import Self
 
-from ..errors import OffloadError
+from ..errors import LifecycleError, OffloadError
 from ..facts.tier import Tier
 from ..io_engine import Extent, IoEngine, Lease, Ticket, allocate_host
 from ..schedule.arena import Place
@@ -68,7 +68,7 @@ class ArenaCopies:
             OffloadError: there is none.
         """
         if not self._folders:
-            raise OffloadError(
+            raise LifecycleError(
                 "sleep(host=True) copies host memory to disk: pass nvme= (a directory) to wrap, or "
                 "call sleep() to free device memory only"
             )

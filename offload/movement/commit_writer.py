@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OffloadError
+from ..errors import OffloadError, WeightError
 from ..facts.trace import Trace
 from ..io_engine import IoEngine
 from ..io_engine.manifest import Manifest
@@ -179,7 +179,7 @@ class CommitWriter:
             self._manifest.require_place()
             for each in table:
                 if each in self._doubted:
-                    raise OffloadError(
+                    raise WeightError(
                         f"weights of {self._doubted[each]!r} were changed in place, in forward or "
                         "between forward and step(), while a commit saved them; change them "
                         "between step() and the next forward, or inside `with "

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..facts.trace import Trace
 from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.arena import Place
@@ -294,11 +294,11 @@ class EnginePort:
     def close(self) -> None:
         """Wake all threads that still wait, after the pump has stopped reading the queue."""
         for waiter in [*self._waiters.values(), *self._asked.values()]:
-            waiter.error = OffloadError("the engine was closed")
+            waiter.error = LifecycleError("the engine was closed")
             waiter.event.set()
 
 
-def _over(error: BaseException | None) -> OffloadError:
+def _over(error: BaseException | None) -> LifecycleError:
     """Return the error for threads other than the training thread, which alone raises the cause."""
     why = "" if error is None else f": {error}"
-    return OffloadError(f"the engine has ended{why}")
+    return LifecycleError(f"the engine has ended{why}")

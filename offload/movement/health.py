@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..errors import BudgetError, IoError, OffloadError
+from ..errors import BudgetError, IoError, LifecycleError, OffloadError
 
 _READ = (
     "nothing more is trained or committed, but weights and state can still be read: save "
@@ -74,8 +74,8 @@ class Health:
             self._raised = True
             if isinstance(self.not_committed, IoError):
                 raise self.not_committed.with_remedy(_READ) from self.not_committed
-            raise OffloadError(f"{self.not_committed}; {_READ}") from self.not_committed
-        raise OffloadError(
+            raise LifecycleError(f"{self.not_committed}; {_READ}") from self.not_committed
+        raise LifecycleError(
             f"the engine stopped after an earlier error; {_READ}"
         ) from self.not_committed
 
@@ -103,17 +103,19 @@ class Health:
             OffloadError: the engine has failed, is closed, or is not this thread's or process's.
         """
         if self.forked:
-            raise OffloadError(
+            raise LifecycleError(
                 "this process was forked from the one that wrapped the model, and has neither its "
                 "threads nor its files; use the model in the parent, or wrap one here"
             )
         if self.closed:
-            raise OffloadError(
+            raise LifecycleError(
                 "the engine is closed, and the weights with it; call overspill.unwrap(model) "
                 "before close() to keep them, or build the model again"
             )
         if self.closed_elsewhere:
-            raise OffloadError("the engine is being closed by another thread, or a signal handler")
+            raise LifecycleError(
+                "the engine is being closed by another thread, or a signal handler"
+            )
         if self.error is not None:
             self.raise_to_asker(self.error)
 
@@ -135,13 +137,13 @@ class Health:
             if isinstance(error, BudgetError) and self.error is None:
                 raise error
             if self._raised:
-                raise OffloadError(
+                raise LifecycleError(
                     "the engine stopped after an earlier error, and some of its weights may be a "
                     f"step ahead of others; {self._way_out()}"
                 ) from error
             self._raised = True
             if isinstance(error, OffloadError):
                 raise error
-            raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+            raise LifecycleError(f"{type(error).__name__} in the background: {error}") from error
         finally:  # an error that its own frame refers to lives until a garbage collection
             del error

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import OffloadError, format_bytes
+from ..errors import HostMemoryError, format_bytes
 from ..facts.stats import MemoryStats
 from ..facts.tier import Tier
 from ..facts.trace import TierBytes
@@ -277,7 +277,7 @@ def require_free(nbytes: int) -> None:
     """
     limit, free = min(free_pages().items(), key=lambda each: each[1])
     if free < nbytes:
-        raise OffloadError(
+        raise HostMemoryError(
             f"{format_bytes(nbytes)} of host memory is needed, and {limit} has "
             f"{format_bytes(free)} free"
         )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import LifecycleError, OffloadError
 from ..facts.tier import Tier
 from ..io_engine import IoEngine
 from ..schedule.arena import Place
@@ -134,7 +134,7 @@ class Sleeping:
             return
         if not self.asleep:
             self._attach()
-        raise OffloadError(
+        raise LifecycleError(
             f"sleep: tensors still refer to the weights of {', '.join(sorted(names))}, such as a "
             "graph that a loss or an output keeps, or p.detach() from a forward; delete them (del "
             "loss, output) before sleep()"
@@ -173,7 +173,7 @@ class Sleeping:
         occupied = self._executor.occupied()
         annex = self._arenas.annex
         if Tier.HOST in tiers and annex is not None and any(map(annex.has, occupied)):
-            raise OffloadError(
+            raise LifecycleError(
                 "sleep(host=True): activations of a forward that was not followed by backward are "
                 "in host memory; call backward(), or delete its loss and output, before sleep()"
             )
@@ -208,7 +208,7 @@ class Sleeping:
             try:
                 self._memory.reallocate_tier(tier)
             except (OffloadError, RuntimeError) as error:
-                raise OffloadError(
+                raise LifecycleError(
                     f"the engine cannot wake: its {tier.value} memory cannot be allocated again "
                     f"({error}); free what uses it now, such as an inference engine or another "
                     "model, and use the model again: nothing is lost"

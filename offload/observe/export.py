@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ..errors import OffloadError
+from ..errors import ReportError
 from ..facts.trace import LANES, Level, Span, StepMark, TierBytes, Trace
 from ..io_engine.atomic_files import write_text
 from .pictures import draw_timeline
@@ -74,12 +74,12 @@ def load_trace(path: Path) -> Trace:
             else:
                 trace.add(row, event["name"], started_ns, finished_ns, event["args"]["bytes"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise OffloadError(
+        raise ReportError(
             f"{path} is no trace of overspill ({error!r}); write one with "
             "optimizer.trace('trace.json')"
         ) from error
     if not trace.steps:
-        raise OffloadError(f"{path} holds no finished step; train at least one step first")
+        raise ReportError(f"{path} holds no finished step; train at least one step first")
     return trace
 
 

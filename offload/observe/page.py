@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OffloadError
+from ..errors import ReportError
 from ..io_engine.atomic_files import write_text
 from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps
@@ -41,16 +41,16 @@ def page_of(folder: Path) -> str:
         run = json.loads((folder / RUN).read_text(encoding="utf-8"))
         trace = load_trace(folder / TRACE)
     except FileNotFoundError as error:
-        raise OffloadError(
+        raise ReportError(
             f"{folder} holds no run: {Path(error.filename).name} is missing; give the folder that "
             "`overspill train --out` wrote"
         ) from error
     except ValueError as error:
-        raise OffloadError(f"{folder / RUN} is no JSON ({error})") from error
+        raise ReportError(f"{folder / RUN} is no JSON ({error})") from error
     keys = ("model", "steps", "memory", "plan", "step_s")
     missing = [key for key in keys if not isinstance(run, dict) or key not in run]
     if missing:
-        raise OffloadError(f"{folder / RUN} is of no run: {missing[0]!r} is missing")
+        raise ReportError(f"{folder / RUN} is of no run: {missing[0]!r} is missing")
     planned = load_trace(folder / PLANNED) if (folder / PLANNED).exists() else None
     return make_page(run, trace, planned)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OffloadError, format_bytes
+from ..errors import ReportError, format_bytes
 from ..io_engine.atomic_files import write_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def blank_figure(
         OffloadError: matplotlib is missing.
     """
     if (lacking := missing()) is not None:
-        raise OffloadError(lacking)
+        raise ReportError(lacking)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,7 +81,7 @@ def save_figure(figure: Any, path: Path) -> None:
     known = figure.canvas.get_supported_filetypes()
     kind = path.suffix.removeprefix(".").lower() or "png"
     if kind not in known:
-        raise OffloadError(
+        raise ReportError(
             f"{path}: matplotlib writes no .{kind}; name a file that ends in .png, .svg or .pdf"
         )
     data = io.BytesIO()
@@ -141,7 +141,7 @@ def last_steps(trace: Trace) -> Sequence[StepMark]:
     """
     steps = trace.steps[-STEPS_DRAWN:]
     if not steps:
-        raise OffloadError("the trace holds no finished step yet; train at least one step first")
+        raise ReportError("the trace holds no finished step yet; train at least one step first")
     # The first step also covers what happened before it, such as filling the tiers.
     return steps[1:] if len(steps) > 1 and steps[0].index <= 1 else steps
 

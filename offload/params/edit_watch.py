@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import WeightError
 from ..planning.partition import Partition
 from ..private import torch_private
 
@@ -194,7 +194,7 @@ class EditWatch:
         """
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
-            raise OffloadError(
+            raise WeightError(
                 f"the weights of {names} were changed after their module's forward, through a "
                 "tensor that was made in it (p.detach(), p[...]); the change would be lost or half "
                 "saved. Read p again where you change it, instead of keeping that tensor"

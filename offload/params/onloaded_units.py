@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BudgetError, OffloadError
+from ..errors import BudgetError, WeightError
 from ..movement.runtime import Runtime
 from ..private import torch_private
 from ..schedule.arena import Place
@@ -190,7 +190,7 @@ class OnloadedUnits:
         """Raise ``OffloadError`` if autograd is about to save a placeholder or a view of one."""
         if (index := self._stubs.index_of(t)) is not None:
             self.executor.health.check()  # another thread may have closed the engine
-            raise OffloadError(
+            raise WeightError(
                 f"parameter {self.parts.names[index]!r} was used while its weights were offloaded, "
                 "by an operation that does not ask for them (compiled code of an extension, say), "
                 "so its result is NaN; call the module that holds the parameter, pass a copy "
@@ -365,7 +365,7 @@ class OnloadedUnits:
         specs = self.parts.units[unit].params
         for p, given, (_, spec) in zip(self.params_of(unit), expected, specs, strict=True):
             if torch_private.storage_key(p) != torch_private.storage_key(given):
-                raise OffloadError(
+                raise WeightError(
                     f"the data of parameter {spec.name!r} was replaced outside of the engine "
                     "(model.to, half, load_state_dict(assign=True), p.data = ...); edit weights "
                     "inside `with overspill.materialized(model, writeback=True)`"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import WeightError
 from ..private import torch_private
 from .param_handle import ParamHandle, PlaceholderParam, known
 
@@ -102,7 +102,7 @@ def address(p: Any) -> int:
     """
     mine = known(p)
     if not torch_private.in_computation():
-        raise OffloadError(
+        raise WeightError(
             f"parameter {mine.access.name(mine.index)!r} has no address between its uses; take "
             "p.data, model.state_dict() or overspill.named_weights(model), and tell parameters "
             "apart by id(p)"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from ..private import torch_private
 from ..schedule.units import ParamSpec
 
@@ -113,7 +113,7 @@ class ParamHandle:
     def access(self) -> WeightAccess:
         access = self._access()
         if access is None:
-            raise OffloadError(
+            raise LifecycleError(
                 "the engine of this parameter is gone, and its weights with it; call "
                 "overspill.unwrap(model) before close()"
             )

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OffloadError, WeightError
 from ..private import torch_private
 from ..private.reentrancy import callers
 from ..schedule.units import ParamSpec
@@ -51,7 +51,7 @@ class _Fixed:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         mine = known(self)
-        raise OffloadError(
+        raise WeightError(
             f"set_ and resize_ would give parameter {mine.access.name(mine.index)!r} other "
             "memory; use copy_, or overspill.unwrap(model) first"
         )
@@ -72,7 +72,7 @@ class OnloadedParam(_Fixed):
     def data(self, value: torch.Tensor) -> None:
         mine = known(self)
         if not torch_private.same_memory(_get_data(self), value):
-            raise OffloadError(
+            raise WeightError(
                 f"the data of parameter {mine.access.name(mine.index)!r} was replaced while it "
                 "is in use (in forward); replace it outside of forward, in the same shape and dtype"
             )
@@ -103,7 +103,7 @@ class OffloadedParam(PlaceholderParam, _Fixed):
                 return
             like = (stub.shape, stub.dtype, stub.device)
         if (value.shape, value.dtype, value.device) != like:
-            raise OffloadError(
+            raise WeightError(
                 f"the data of parameter {mine.access.name(mine.index)!r} was replaced by another "
                 f"shape, dtype or device ({tuple(value.shape)}, {value.dtype}, {value.device}); it "
                 f"has {tuple(like[0])}, {like[1]}, {like[2]}: assign a tensor of these, pass "
@@ -164,13 +164,13 @@ def _refuse_other_uses(name: str, p: Any) -> None:
     """
     mine = known(p)
     if name == "share_memory_":
-        raise OffloadError(
+        raise WeightError(
             f"parameter {mine.access.name(mine.index)!r} cannot be shared with other processes, "
             "because its weights move; share copies (overspill.named_weights(model)), or call "
             "overspill.unwrap(model) first"
         )
     if any(frame.f_code is nn.Parameter.__new__.__code__ for frame in callers()[:5]):
-        raise OffloadError(
+        raise WeightError(
             f"nn.Parameter(p) of the wrapped parameter {mine.access.name(mine.index)!r} is not "
             "supported; pass p.data or p.detach() instead of p"
         )

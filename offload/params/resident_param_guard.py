@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
 
-from ..errors import OffloadError
+from ..errors import BackwardUpdateError
 from ..movement.executor import Executor
 from ..private.torch_private import in_backward
 from ..schedule.ledger import Ledger
@@ -60,7 +60,7 @@ class ResidentParamGuard:
     def refuse_edit(self, unit: int) -> None:
         """Raise if weights are about to be changed that this step's backward has updated."""
         if unit in self._ledger.early:
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"weights of {self.name_of(unit)!r} cannot be changed now: update='backward' has "
                 "updated them in a step that is not taken yet; change them between step() and the "
                 "next backward()"
@@ -105,7 +105,7 @@ class ResidentParamGuard:
         """
         for member in self._onloaded_units.groups[unit]:
             if member in self._ledger.early:
-                raise OffloadError(
+                raise BackwardUpdateError(
                     f"update='backward' has updated {self.name_of(member)!r} in this backward, "
                     "which now uses its weights again (a checkpoint computes it once more, or a "
                     "hook reads them); use update='next_forward'"

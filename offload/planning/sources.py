@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..io_engine.ranges import FilePart, FileRanges, FileState, state_of
 
 
@@ -77,7 +77,7 @@ def described_sources(
         found = path.stat().st_size if path.is_file() else None
         if found != file["nbytes"]:
             now = "is not there" if found is None else f"has {found} bytes"
-            raise OffloadError(
+            raise StoreError(
                 f"{path} {now}, and the store has weights that are read from there, of "
                 f"{file['nbytes']} bytes; put it back, or say with weights= (--weights) which "
                 "folder has the same files now"
@@ -91,7 +91,7 @@ def described_sources(
     unseen = {part.file for u, each in ranges.items() if u not in digests for part in each.parts}
     for number in sorted(unseen):
         if state_of(paths[number]).mtime_ns != kept["files"][number]["mtime_ns"]:
-            raise OffloadError(
+            raise StoreError(
                 f"{paths[number]} was written to since the store was made, and the last commit was "
                 "before all weights in it were first read, so it is not known whether they are the "
                 "same; restore the file with its time (cp -p), or wrap the model again"

@@ -12,7 +12,7 @@ from itertools import takewhile
 from operator import attrgetter
 from types import FrameType
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 
 PATIENCE_S = 10.0  # to wait for threads that run engine code, before closing
 
@@ -91,7 +91,7 @@ def refuse_reentry() -> None:
     That work holds locks, and has reported only a part of what it does.
     """
     if is_engine(callers()[1:]):
-        raise OffloadError(
+        raise LifecycleError(
             "the optimizer was used in a signal handler or callback that interrupted the engine; "
             "set a flag there, and look at it between steps"
         )

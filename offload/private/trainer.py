@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import OffloadError
+from ..errors import LifecycleError
 from .torch_private import in_backward
 
 
@@ -51,7 +51,7 @@ class Trainer:
         current = threading.current_thread()
         mine = current in (self._thread, self._closer) or current in self._at_work
         if not mine and self._thread.is_alive():
-            raise OffloadError(
+            raise LifecycleError(
                 f"thread {current.name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import LifecycleError, WeightError
 from ..grads.gradient_tensor import OffloadedGradient
 from ..private import torch_private
 from ..private.handles import remove_all
@@ -202,7 +202,7 @@ class Bridge:
         edited: dict[int, torch.Tensor] = {}
         for number, shard in enumerate(self._shards):
             if id(shard.param) not in self._by_param or not shard.in_place:
-                raise OffloadError(
+                raise WeightError(
                     f"parameter {shard.name!r} was replaced after the model was wrapped; put the "
                     "old one back, and copy the new values into it (p.data.copy_(new))"
                 )
@@ -315,7 +315,7 @@ class _Watcher:
     def _bridge(self) -> Bridge:
         bridge = self._me()
         if bridge is None:  # its memory is freed
-            raise OffloadError("the optimizer of this parameter was closed")
+            raise LifecycleError("the optimizer of this parameter was closed")
         return bridge
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import ModelError
 from ..planning.unit_discovery import ROOT, find_units, unit_parameters
 from ..private import torch_private
 from .parts import rows_in, rows_of_rank
@@ -76,7 +76,7 @@ class Replicated:
         """
         inner: nn.Module = ddp.module
         if ddp.is_multi_device_module:
-            raise OffloadError("DistributedDataParallel over several devices of a rank is refused")
+            raise ModelError("DistributedDataParallel over several devices of a rank is refused")
         self.ddp, self.model, self.held = ddp, inner, (ddp,)
         rank, size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
         names = {id(p): name for name, p in inner.named_parameters()}
@@ -108,6 +108,6 @@ class Replicated:
 
 def _refuse(name: str, p: nn.Parameter) -> None:
     if p.is_meta:
-        raise OffloadError(f"parameter {name!r} is on meta, and DistributedDataParallel has begun")
+        raise ModelError(f"parameter {name!r} is on meta, and DistributedDataParallel has begun")
     if torch_private.is_wrapper(p):
-        raise OffloadError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")
+        raise ModelError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import OffloadError
+from ..errors import GradientError, RankError
 from ..params.param_handle import ParamHandle
 from ..private import module_private, torch_private
 from ..private.handles import remove_all
@@ -226,7 +226,7 @@ class ReplicaBridge:
     def before_step(self) -> None:
         """Give this rank's rows of the gradients to the engine, before the step."""
         if torch_private.joins_uneven(self._ddp):
-            raise OffloadError(
+            raise RankError(
                 "ddp.join() lets ranks take different numbers of steps, but each step needs all of "
                 "them: give every rank as many batches"
             )
@@ -236,7 +236,7 @@ class ReplicaBridge:
         for replica in self.replicas:
             p, grad = self._local.get(id(replica.param)), replica.param.grad
             if grad is not None and grad.layout is not torch.strided:
-                raise OffloadError(f"the gradient of {replica.name!r} is sparse; use dense ones")
+                raise GradientError(f"the gradient of {replica.name!r} is sparse; use dense ones")
             if p is not None and p.requires_grad:
                 p.grad = None if grad is None else replica.part_of(grad.detach())
         self.owe()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine
-from ..errors import OffloadError
+from ..errors import OptimizerStateError
 from ..state.lazy_state import LazyState
 from .ddp import Replica
 from .ddp_bridge import ReplicaBridge
@@ -51,7 +51,7 @@ class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
         return self._local.get(p) in self._of_shards  # type: ignore[call-overload]
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise OffloadError(
+        raise OptimizerStateError(
             "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import ModelError
 from ..planning.partition import partition
 from ..state.importing import Others, open_weights
 from ..state.weight_files import match_files, read_float
@@ -35,7 +35,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
     if not any(on_meta):
         return
     if not all(on_meta):
-        raise OffloadError("some parameters are on meta, and others have values; build all alike")
+        raise ModelError("some parameters are on meta, and others have values; build all alike")
     there = memory_of(device)
     buffers = [
         (module, name, buffer)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import ModelError
 from .filling import give_memory
 from .fsdp_private import ShardedModule, sharded_modules
 
@@ -41,17 +41,17 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
     known = {id(shard.param) for each in modules for shard in each.shards}
     for name, p in model.named_parameters():
         if id(p) not in known:
-            raise OffloadError(
+            raise ModelError(
                 f"parameter {name!r} is not sharded by fully_shard; call fully_shard on the whole "
                 "model too, without ignored_params"
             )
         if p.is_meta:
-            raise OffloadError(
+            raise ModelError(
                 f"parameter {name!r} is on meta; pass weights= (safetensors, or a Hugging Face "
                 "folder), or model.to_empty(device=...) and initialise it first"
             )
     if any(each.replicates for each in modules):
-        raise OffloadError(
+        raise ModelError(
             "fully_shard with a mesh of two dimensions (HSDP, tensor parallelism) is not "
             "supported: several ranks would update one shard; use a mesh of one dimension"
         )
@@ -59,19 +59,19 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
         tuple(dist.get_process_group_ranks(g)) for each in modules for g in each.process_groups
     }
     if len(ranks) > 1:
-        raise OffloadError(
+        raise ModelError(
             "modules are sharded over different ranks (several meshes), which is not supported; "
             "call fully_shard on all of them with one mesh"
         )
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor)
         if p.placements != (Shard(0),):
-            raise OffloadError(
+            raise ModelError(
                 f"parameter {name!r} is sharded as {p.placements}, and not by its rows; leave "
                 "shard_placement_fn out"
             )
     if any(shard.offloads for each in modules for shard in each.shards):
-        raise OffloadError(
+        raise ModelError(
             "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards in host memory itself, "
             "and overspill their state: leave offload_policy out"
         )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..errors import OffloadError
+from ..errors import WeightError
 from ..private import torch_private
 
 _local = DTensor._local_tensor  # the slot's descriptor, with getter and setter
@@ -200,7 +200,7 @@ class ShardedModule:
         self._state, self._groups = module._get_fsdp_state(), _groups_of(module)
         self.modules = [self.module]  # the modules that were given to fully_shard together
         if any(id(p.sharded_param) not in names for g in self._groups for p in g.fsdp_params):
-            raise OffloadError(
+            raise WeightError(
                 f"a parameter of module {name!r} was replaced after fully_shard, which still uses "
                 "the old one; put that back, and copy the new values into it (p.data.copy_(new))"
             )

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..errors import OffloadError
+from ..errors import RankError
 from ..movement.accelerators.base import Accelerator, Event
 from .ddp import Replica
 
@@ -102,7 +102,7 @@ class Gatherer:
         """
         under_way.came[number].wait()
         if under_way.error is not None:
-            raise OffloadError(
+            raise RankError(
                 "updated weights did not come from all ranks: one of them has failed, and its own "
                 f"error says why ({type(under_way.error).__name__}: {under_way.error})"
             ) from under_way.error

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..durable.hub import as_on_hub, config_of
 from ..engine import Engine
-from ..errors import OffloadError
+from ..errors import GradientError, LifecycleError, OffloadError, OptimizerStateError, RankError
 from ..optimizer import OffloadedOptimizer
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
@@ -92,7 +92,7 @@ class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
         return found is not None and found[1] in self._of_shards
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise OffloadError(
+        raise OptimizerStateError(
             "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
         )
 
@@ -169,7 +169,7 @@ class SpreadOptimizer(OffloadedOptimizer):
             ValueError: the groups differ, or tensors have other shapes. Nothing was changed.
         """
         if not isinstance(state_dict, Mapping):
-            raise OffloadError(
+            raise RankError(
                 "a model that is spread over ranks takes a state dict, not a path; load it with "
                 "torch.distributed.checkpoint"
             )
@@ -221,7 +221,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         Raises:
             OffloadError: always.
         """
-        raise OffloadError(
+        raise LifecycleError(
             "sleep() does not work on a model under FSDP2 or DDP, which hold views of the memory "
             "that it would free; to free it, call commit() and close(), and resume the run later"
         )
@@ -237,7 +237,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         everyone = self._holder.world.gathered(external_forward.spoiled)
         spoiled = [rank for rank, is_so in enumerate(everyone) if is_so]
         if spoiled:
-            raise OffloadError(
+            raise GradientError(
                 f"{what}: values are not finite on rank {spoiled[0]}, so that the last step is no "
                 "commit there; end the run, resume it, and lower the learning rate in "
                 "optimizer.param_groups"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config import OffloadConfig
-from ..errors import OffloadError
+from ..errors import RankError
 
 
 class LocalShard(Protocol):
@@ -106,6 +106,4 @@ def require_initialised() -> None:
         OffloadError: it is not initialised.
     """
     if not dist.is_initialized():
-        raise OffloadError(
-            "the model is spread over ranks, but torch.distributed is not initialised"
-        )
+        raise RankError("the model is spread over ranks, but torch.distributed is not initialised")

@@ -21,7 +21,7 @@ from ..durable.resume import (
     with_formats,
 )
 from ..engine import Engine
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
@@ -129,7 +129,7 @@ def _require_units(sharding: Sharding, store: FoundStore) -> None:
     theirs = sorted(names_in(store))
     mine = sorted(name for name, _ in sharding.shards.named_parameters())
     if not all(sharding.world.gathered(theirs == mine)):
-        raise OffloadError(
+        raise StoreError(
             f"the stores in {store.directories[0].parent} are of a model that was spread in "
             "another way (FSDP2 or DistributedDataParallel, or fully_shard of other modules); pass "
             "nvme= with another folder to go on in"
@@ -223,7 +223,7 @@ def _require_like(
     """
     rule, kept = rules_for(optimizer)[0].name, source.optimizer
     if rule != kept:
-        raise OffloadError(f"the stores were trained with {kept}, not {rule}")
+        raise StoreError(f"the stores were trained with {kept}, not {rule}")
     groups = {
         id(p): number for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
@@ -234,11 +234,11 @@ def _require_like(
     }
     for name in sorted(mine.keys() ^ source.parameters.keys()):
         where = "the model" if name in mine else "the stores"
-        raise OffloadError(f"parameter {name!r} is in {where} alone")
+        raise StoreError(f"parameter {name!r} is in {where} alone")
     for name, here in mine.items():
         for what, ours, theirs in zip(_FACTS, here, source.parameters[name], strict=True):
             if ours != theirs:
-                raise OffloadError(
+                raise StoreError(
                     f"parameter {name!r}: {what} is {theirs} in the stores, and {ours} in the model"
                 )
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checks import check_modules
 from ..config import OffloadConfig
 from ..engine import Engine
-from ..errors import OffloadError
+from ..errors import LifecycleError, RankError
 from ..facts.rates import Rates
 from ..model_marks import MADE, ModelMarks, hold
 from ..movement.accelerators.choose import make_accelerator
@@ -70,7 +70,7 @@ class Sharding:
         """
         for module in model.modules():
             if MADE in module.__dict__:
-                raise OffloadError(
+                raise LifecycleError(
                     "the model is wrapped already; call overspill.unwrap(model) first"
                 )
         self._way: Replicated | FullySharded
@@ -143,7 +143,7 @@ class Sharding:
         if config.nvme is not None:
             has = self.world.gathered(bool(self.shards.local))
             if empty := [rank for rank, some in enumerate(has) if not some]:
-                raise OffloadError(
+                raise RankError(
                     f"rank {empty[0]} has no row of any parameter, so it has nothing to commit; "
                     "use fewer ranks, or leave nvme out"
                 )
@@ -230,7 +230,7 @@ class Sharding:
             OffloadError: it keeps an average, which only works on one rank.
         """
         if any(DECAY in group for group in optimizer.param_groups):
-            raise OffloadError("overspill.ema is for a model on one rank yet")
+            raise RankError("overspill.ema is for a model on one rank yet")
         known = {id(piece.param) for part in self._parts for piece in part.shards}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
@@ -259,7 +259,7 @@ def on_all_ranks(
     ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
     if ranks is None:
         name = next(name for name, _ in model.named_parameters())
-        raise OffloadError(
+        raise RankError(
             f"parameter {name!r} is not sharded by fully_shard; call fully_shard on the whole model"
         )
     world, begun = World(ranks, weights=replicated), list[Sharding]()

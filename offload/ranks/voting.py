@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..errors import OffloadError
+from ..errors import OffloadError, RankError
 
 log = logging.getLogger("overspill")
 
@@ -62,18 +62,18 @@ class Votes:
                 now_s = time.monotonic()
                 until_s = self._until_s or began_s + PATIENCE_S
                 if now_s > until_s:
-                    raise OffloadError("a rank did not come")
+                    raise RankError("a rank did not come")
                 time.sleep(min(_LOOK_S * 2 ** int(now_s - began_s), 0.05))
             work.wait()
         except (RuntimeError, OffloadError) as error:
             self.abandoned, self.broken = self._until_s is not None, True
-            raise OffloadError(
+            raise RankError(
                 f"the commit of step {step} was not agreed on by all ranks ({error}); where all of "
                 "them have it, resume finds it, else the one before"
             ) from error
         others = {tuple(each.tolist()) for each in found}
         if len(others) > 1:
-            raise OffloadError(
+            raise RankError(
                 f"ranks commit different steps: {sorted(step for _, step in others)}; each must "
                 "take the same steps"
             )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OffloadConfig, parse_size
-from ..errors import OffloadError
+from ..errors import RankError
 from ..facts.rates import Rates
 from ..open_engines import untaken
 from ..optim.cores import usable_cpus
@@ -49,7 +49,7 @@ Given = TypeVar("Given")
 #   call, or have ended, and another message would not reach them.
 
 
-class OtherRankError(OffloadError):
+class OtherRankError(RankError):
     """Another rank could not do its part of what all ranks do together."""
 
 
@@ -240,9 +240,7 @@ class World:
         try:
             dist.monitored_barrier(self.group, timeout=PATIENCE)
         except RuntimeError as error:
-            raise OffloadError(
-                f"{what} is for all ranks to call, and one did not: {error}"
-            ) from None
+            raise RankError(f"{what} is for all ranks to call, and one did not: {error}") from None
 
     def close(self, *, broken: bool = False) -> None:
         """Release the groups for the next engine, unless messages may be left on them."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import ModelError
 from ..private import torch_private
 
 log = logging.getLogger("overspill")
@@ -107,12 +107,12 @@ def begin_adapters(model: nn.Module, *, trains: bool) -> None:
     drawn = all(_is_drawn(configs[name]) for name in configs) if prompts else True
     unknown = sorted({each.name for each in empty if begins[id(each)] is None})
     if unknown or not drawn or not all(isinstance(each, nn.Embedding) for each in prompts):
-        raise OffloadError(
+        raise ModelError(
             f"adapters {', '.join(unknown or configs)} are on meta, and their initial values are "
             "not known without the base's weights; load the base before get_peft_model"
         )
     if not trains and (empty or prompts):
-        raise OffloadError(
+        raise ModelError(
             f"adapters {', '.join(configs)} are on meta, so they have no values: load the base "
             "before the adapter, or give no weights= and let peft load both"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError, clean_up
+from ..errors import WeightError, clean_up
 from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE
 from ..params.onloaded_units import OnloadedUnits
@@ -69,7 +69,7 @@ class Averages:
             OffloadError: no rule keeps an average.
         """
         if not self._chunks:
-            raise OffloadError(
+            raise WeightError(
                 "there is no average: give the optimizer to overspill.ema(optimizer, decay) before "
                 "wrap"
             )
@@ -81,7 +81,7 @@ class Averages:
             OffloadError: they have.
         """
         if self._block is not None:
-            raise OffloadError(
+            raise WeightError(
                 "the model has its averages instead of its weights: it can be evaluated under "
                 "torch.no_grad(); leave the `with optimizer.averaged()` block for all else"
             )

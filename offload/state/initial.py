@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import ModelError
 from ..planning.models import by_model
 from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
@@ -57,7 +57,7 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
         elif hasattr(module, "reset_parameters"):
             cast(Any, module).reset_parameters()
         elif any(True for _ in module.parameters(recurse=False)):
-            raise OffloadError(
+            raise ModelError(
                 f"{type(module).__name__} has parameters on meta and no reset_parameters; "
                 "pass init=, a callable (module) -> None, or weights="
             )

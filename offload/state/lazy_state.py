@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import OptimizerStateError
 from .torch_state import OptimizerState
 
 
@@ -48,7 +48,7 @@ class ParameterState(dict[str, Any]):
         super().clear()
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise OffloadError(
+        raise OptimizerStateError(
             "a single value of a parameter's state cannot be removed, since the optimizer needs "
             "all of them; set it (state[p][name] = ...), or reset the parameter (state[p].clear())"
         )

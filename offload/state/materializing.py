@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from ..errors import OffloadError, clean_up
+from ..errors import WeightError, clean_up
 from ..movement.runtime import Runtime
 from ..params.onloaded_units import OnloadedUnits
 from ..params.resident_param_guard import ResidentParamGuard
@@ -48,7 +48,7 @@ class Materializing:
         """
         self.end_if_over()
         if self.active:
-            raise OffloadError("the model is materialized; leave the `with` block before training")
+            raise WeightError("the model is materialized; leave the `with` block before training")
 
     def end_if_over(self) -> None:
         """Restore the parameters if an exception kept the end of a block from doing so."""

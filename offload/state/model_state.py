@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import LifecycleError, WeightError
 from ..movement.runtime import Runtime
 from ..params.resident_param_guard import ResidentParamGuard
 from ..planning.sections import has_sections, split_in
@@ -89,7 +89,7 @@ class StateHooks:
 
     def _require_open(self) -> None:
         if self._runtime.closed:
-            raise OffloadError("the engine is closed, so the model's weights are gone; call "
+            raise LifecycleError("the engine is closed, so the model's weights are gone; call "
                                "overspill.unwrap(model) before close()")  # fmt: skip
 
     def _owned(self, module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -152,7 +152,7 @@ class StateHooks:
             # one does not make it whole; a rollback does.
             return
         if meta.get("assign_to_params_buffers", False):
-            raise OffloadError(
+            raise WeightError(
                 "load_state_dict(assign=True) would replace parameters that the engine manages; "
                 "load without assign=True, or call overspill.unwrap(model) first"
             )

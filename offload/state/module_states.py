@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import StoreError
 from ..private import module_private, torch_private
 from .weight_files import DTYPES
 
@@ -108,7 +108,7 @@ class ModuleStates:
         modules = dict(_adding(model, remove_duplicate=False))
         for path, entries in states.items():
             if path not in modules:
-                raise OffloadError(
+                raise StoreError(
                     f"the commit holds {_name(path, next(iter(entries)))!r}, which is neither a "
                     "parameter nor a buffer of this model, and no module adds it to its state "
                     "dict; build the model as it was at the commit"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import BudgetError, OffloadError
+from ..errors import BackwardUpdateError, BudgetError, WeightError
 from ..params.before_use import UseCallbacks
 from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
@@ -209,7 +209,7 @@ class ParamAccess:
         late = [index for index, loan in edited.items() if loan.version != self._now(index)]
         if late:
             self.renew()
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"a tensor over the weights of {', '.join(map(self.name, late))} was changed in "
                 "place after update='backward' had changed the weights, and the change is lost; "
                 "change weights between step() and the next backward()"
@@ -232,7 +232,7 @@ class ParamAccess:
         changed = self._onloaded_units.changed()
         if late := [i for i in changed if self._parts.unit_of[i] in self._ledger.early]:
             self._onloaded_units.forget_changed(late)
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"{', '.join(map(self.name, late))}: the module changed this weight in place "
                 "during backward, after update='backward' had updated it; the change is lost. Use "
                 "update='next_forward'"
@@ -267,7 +267,7 @@ class ParamAccess:
         for copy in late:
             copy.accept(copy.version)
         if late:
-            raise OffloadError(
+            raise WeightError(
                 f"{self.name(late[0].key)!r} was changed in place in a state dict from before the "
                 "last update of the weights, and the change is lost; take model.state_dict() again "
                 "after a step, and change that, or the parameter itself"
@@ -294,7 +294,7 @@ class ParamAccess:
         for index in twice & self._loans.keys():
             self._renew(index, self._loans[index])
         if twice:
-            raise OffloadError(
+            raise WeightError(
                 f"{self.name(min(twice))!r} was changed in place in two copies, of state dicts or "
                 "of tensors over the parameter, which are the same tensor in PyTorch; both changes "
                 "are lost. Change one of them, and then read the parameter again"
@@ -322,7 +322,7 @@ class ParamAccess:
             ends = 0
             for start, end, index in sorted((*self._span(i), i) for i in indices):
                 if start < ends:
-                    raise OffloadError(
+                    raise WeightError(
                         f"{self.name(index)} lies over the same memory as another trained "
                         "parameter (p.data = ...); tie parameters before wrap, or copy"
                     )
@@ -424,7 +424,7 @@ class ParamAccess:
         for unit in units:
             if self._onloaded_units.uses[unit]:
                 name = self._parts.units[unit].name
-                raise OffloadError(
+                raise WeightError(
                     f"weights of unit {name!r} cannot be changed while its forward or backward "
                     "runs, as in a hook; change them between backward() and step(), or let the "
                     "wrapped optimizer update them in backward (update='backward')"
@@ -445,7 +445,7 @@ class ParamAccess:
                 "is kept in the format of frozen=" if packed
                 else "is read in place from the files that weights= names"
             )  # fmt: skip
-            raise OffloadError(
+            raise WeightError(
                 f"{self.name(index)} is not trained, and {why}, so it cannot be changed{by}; leave "
                 "that option out and load the model before wrap, or overspill.unwrap(model) first"
             )

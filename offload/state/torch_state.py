@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OptimizerStateError
 from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE, check_kept
 from ..optim.streamed import RECORD, StreamedRule
@@ -162,7 +162,7 @@ class OptimizerState:
             for copy in late:
                 copy.accept(self._version(*copy.key))
             index, name = late[0].key
-            raise OffloadError(
+            raise OptimizerStateError(
                 f"{name!r} of the state of {self._parts.names[index]!r} was changed in place in a "
                 "copy from before the last step, and the change is lost; take optimizer.state[p] "
                 "or optimizer.state_dict() again after a step, and change that"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..errors import OffloadError, format_bytes
+from ..errors import ModelError, StoreError, format_bytes
 from ..private import module_private, torch_private
 from .hub_names import tensors_of
 
@@ -93,14 +93,14 @@ def require_values(model: nn.Module, managed: Container[int]) -> None:
     """
     for name, tensor in unmanaged_tensors(model, managed).items():
         if tensor.is_meta:
-            raise OffloadError(
+            raise ModelError(
                 f"{name!r} ({tensor.dtype}) is on meta and has no values; build it with memory "
                 "(outside of overspill.empty_init() or torch.device('meta')), or name files that "
                 "have it in weights="
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise OffloadError(
+            raise ModelError(
                 f"buffer {name!r} is on meta, and no file holds its values (it is not persistent); "
                 "build the model inside overspill.empty_init(), where buffers have memory, instead "
                 "of torch.device('meta')"
@@ -175,13 +175,13 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
 def _check(modules: Mapping[str, nn.Module], name: str, value: torch.Tensor) -> None:
     module, own = _owner(modules, name), name.rpartition(".")[2]
     if module is None:
-        raise OffloadError(
+        raise StoreError(
             f"the commit holds {name!r}, of shape {tuple(value.shape)}, and the model has no such "
             "parameter or buffer; build the model as it was then"
         )
     there = module_private.own_parameters(module).get(own)
     if there is not None and there.shape != value.shape:
-        raise OffloadError(
+        raise StoreError(
             f"parameter {name!r} has shape {tuple(value.shape)} in the commit and "
             f"{tuple(there.shape)} in the model; build the model as it was then"
         )

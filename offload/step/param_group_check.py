@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OptimizerStateError
 from ..private.module_private import own_parameters
 from ..private.reentrancy import callers
 
@@ -58,29 +58,29 @@ class ParamGroupCheck:
         """
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
-            raise OffloadError(
+            raise OptimizerStateError(
                 f"{_listed(thawed)} required no grad when the model was wrapped, so no room was "
                 f"planned for its state; {self._again}"
             )
         given = [name for name, p in self._frozen if p.grad is not None]
         if given:
-            raise OffloadError(
+            raise OptimizerStateError(
                 f"{_listed(given)} required no grad when the model was wrapped, and has a gradient "
                 f"now, which would not be applied; set p.grad = None, or {self._again}"
             )
         replaced = [name for name, there, key, p in self._places if there.get(key) is not p]
         if replaced and any(f.f_globals.get("__name__") == _FUNCTIONAL for f in callers()):
-            raise OffloadError(
+            raise OptimizerStateError(
                 "torch.func.functional_call replaces parameters while the model runs, which is not "
                 "supported on a wrapped model; call overspill.unwrap(model) first"
             )
         if replaced:
-            raise OffloadError(
+            raise OptimizerStateError(
                 f"{_listed(replaced)} was replaced, or moved elsewhere in the model, after it was "
                 f"wrapped; put the old one back, or {self._again}"
             )
         if self._present() != self._members:
-            raise OffloadError(
+            raise OptimizerStateError(
                 "the parameters in optimizer.param_groups have changed since wrap; put the old "
                 f"lists back, or {self._again}"
             )

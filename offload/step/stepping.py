@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..errors import OffloadError
+from ..errors import BackwardUpdateError, GradientError
 from ..grads.backward_update_policy import BackwardUpdatePolicy
 from ..grads.gradients import GradientCollector
 from ..grads.update_waiter import OTHER_RANK, UpdateWaiter
@@ -141,7 +141,7 @@ class Stepping:
         parts = self._onloaded_units.parts
         for unit in sorted(self._ledger.early):
             if any(parts.groups[index] not in groups for index in self._ledger.turns(unit)):
-                raise OffloadError(
+                raise BackwardUpdateError(
                     f"update='backward' has applied the gradients of {parts.units[unit].name!r} "
                     "already, but step() of their optimizer was not called. No step was taken. "
                     "Call step() of all optimizers before you use the model or their state; freeze "
@@ -176,7 +176,7 @@ class Stepping:
         if self._ledger.early:
             changed = self._updater.changed_since_begin(self._groups, groups)
         if changed is not None:
-            raise OffloadError(
+            raise BackwardUpdateError(
                 f"{changed!r} was changed after update='backward' had begun to apply it; change "
                 "hyper-parameters between step() and the next backward()"
             )
@@ -225,7 +225,7 @@ class Stepping:
                 log.warning("overspill: gradients are not finite in %s; no step is taken", listed)
                 self._ledger.micro_steps = 0
                 return None
-            raise OffloadError(
+            raise GradientError(
                 f"gradients are not finite in {listed}; no weight was changed; lower the learning "
                 "rate, or look for the first loss that is not finite"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import GradientError
 from ..facts.stats import Stats
 from .data import Batches
 from .progress import Progress
@@ -96,7 +96,7 @@ def train(
     for step in range(progress.step + 1, settings.steps + 1):
         loss, tokens = _gradients(model, batches, settings, scaler)
         if not torch.isfinite(loss):
-            raise OffloadError(
+            raise GradientError(
                 f"the loss is {loss.item()} at step {step}; lower the learning rate (lr), clip "
                 "with max_grad_norm, or train in bf16 or fp32"
             )

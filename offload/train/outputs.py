@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import OffloadError, format_bytes
+from ..errors import OffloadError, StoreError, format_bytes
 from ..facts.trace import Trace
 from ..io_engine.atomic_files import free_bytes_at, replacing_folder
 from ..observe import pictures
@@ -88,7 +88,7 @@ def write_model(
     except OffloadError as error:
         if not stores:
             raise
-        raise OffloadError(
+        raise StoreError(
             f"{error}; the trained weights are in the store: once this is fixed, run the same "
             f"command with --resume {' --resume '.join(map(str, stores))} instead of --nvme, or "
             f"write them with `overspill export {stores[0]} FOLDER`"

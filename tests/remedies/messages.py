@@ -37,14 +37,14 @@ class Message(NamedTuple):
     text: str
 
 
-def _text(node: ast.expr) -> str | None:
+def text_of(node: ast.expr) -> str | None:
     """What a string expression says, or ``None`` if it is none."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(v) or "{}" for v in node.values)
+        return "".join(text_of(v) or "{}" for v in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = _text(node.left), _text(node.right)
+        left, right = text_of(node.left), text_of(node.right)
         if left is None and right is None:
             return None
         return (left or "{}") + (right or "{}")
@@ -56,7 +56,7 @@ def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
-        if isinstance(node, ast.expr) and (text := _text(node)) is not None:
+        if isinstance(node, ast.expr) and (text := text_of(node)) is not None:
             yield node.lineno, text
         else:
             yield from _strings(node)

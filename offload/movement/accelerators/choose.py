@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...errors import OffloadError
+from ...errors import DeviceError
 from ...facts.rates import Rates
 from .base import Accelerator, CopyDone, Event, OnDone, OverlapError
 from .cpu import CpuAccelerator
@@ -51,10 +51,10 @@ def _numbered(kind: str, index: str, present: torch.device | None) -> torch.devi
     if count == 0:
         built = VENDORS.get(kind, Vendor()).built()
         why = f"no {kind.upper()} device is visible" if built is None else built
-        raise OffloadError(f"device {kind!r}: {why}; use device='cpu', or 'sim' to try offloading")
+        raise DeviceError(f"device {kind!r}: {why}; use device='cpu', or 'sim' to try offloading")
     number = int(index) if index else torch.accelerator.current_device_index()
     if number >= count:
-        raise OffloadError(
+        raise DeviceError(
             f"device '{kind}:{number}' was asked for; {count} {kind.upper()} devices are visible, "
             f"the last is '{kind}:{count - 1}'"
         )

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from ...errors import OffloadError
+from ...errors import LifecycleError
 from ...facts.rates import Rates
 from ...io_engine.one_shot_event import OneShotEvent
 from .base import Event, Fill, InOrder, OnDone, copied_bytes
@@ -116,7 +116,7 @@ class CpuAccelerator(InOrder):
         event = _Copied()
         with self._lock:
             if self._closed:
-                raise OffloadError("the accelerator 'cpu' is closed")
+                raise LifecycleError("the accelerator 'cpu' is closed")
             if name not in self._lanes:
                 self._lanes[name] = CopyLane(name, None, 0.0, None)
             now_ns = time.perf_counter_ns()

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ...errors import OffloadError
+from ...errors import LifecycleError
 from ...facts.rates import Rates
 from ...io_engine import allocate_host
 from ...io_engine.one_shot_event import OneShotEvent
@@ -303,7 +303,7 @@ class SimAccelerator(InOrder):
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise OffloadError("the accelerator 'sim' is closed")
+            raise LifecycleError("the accelerator 'sim' is closed")
 
     def close(self) -> None:
         with self._lock:

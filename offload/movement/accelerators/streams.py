@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...errors import OffloadError, format_bytes
+from ...errors import LifecycleError, format_bytes
 from ...facts.rates import Rates
 from ...facts.trace import Instant
 from .base import CopyDone, Event, Fill, OnDone, aligned_bytes, copied_bytes, deliver, halves
@@ -332,7 +332,7 @@ class StreamsAccelerator:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise OffloadError(f"the accelerator {str(self.device)!r} is closed")
+            raise LifecycleError(f"the accelerator {str(self.device)!r} is closed")
 
     def close(self) -> None:
         with self._lock:
