@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.families.table import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/trainers.md"
+PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 
 
