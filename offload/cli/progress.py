@@ -71,7 +71,7 @@ class PlainWatch:
             f"step {record.step}/{self._steps}  loss {record.loss:.4f}  "
             f"{record.tokens_s:,.0f} tokens/s"
             + (f"  {tiers}" if tiers else "")
-            + (f"  waits: {waited}" if waited else "")
+            + (f"  stalls: {waited}" if waited else "")
         )
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ class LiveWatch(PlainWatch):
             bar.add_row(ProgressBar(total=1.0, completed=share, width=40), text)
             table.add_row(tier, bar)
         if record.stats is not None:
-            table.add_row("waits", waits(record))
+            table.add_row("stalls", waits(record))
             over = record.stats.over_bound
-            table.add_row("over bound", "-" if over is None else f"{over:.2f} times")
+            table.add_row("step time", "-" if over is None else f"{over:.2f} times the lower bound")
         return table

@@ -17,6 +17,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ReportError
+from ..facts.figures import FIGURES
 from ..io_engine.atomic_files import write_text
 from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps
@@ -71,7 +72,10 @@ def make_page(run: Mapping[str, Any], trace: Trace, planned: Trace | None) -> st
     }  # fmt: skip
     if planned is not None:
         lanes["planned"] = _lanes(planned)
-    facts = json.dumps(_finite({"run": run, "lanes": lanes}), separators=(",", ":"))
+    figures = {key: figure._asdict() for key, figure in FIGURES.items()}
+    facts = json.dumps(
+        _finite({"run": run, "lanes": lanes, "figures": figures}), separators=(",", ":")
+    )
     parts = files(__package__) / "page"
     return Template((parts / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(f"overspill: {run['model']}"),

@@ -158,7 +158,7 @@ def _lanes(axes: Any, trace: Trace, steps: Sequence[StepMark], scale: float, uni
         colour = LANE_COLOURS[span.lane]
         _bars(axes, len(LANE_COLOURS), [span], start, scale, colour, colour)
     waited = sum(s.finished_ns - s.started_ns for s in stalls) / scale
-    rows = [*LANE_WORDS.values(), "compute waits"]
+    rows = [*LANE_WORDS.values(), "stalls"]
     axes.text(1.01, len(rows) - 1, f"{waited:,.3g} {unit}", **_beside(axes))
     _ends_of_steps(axes, steps, start, scale)
     axes.set_yticks(range(len(rows)), rows)

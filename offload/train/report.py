@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import format_bytes
+from ..facts.figures import FIGURES
 from ..facts.stats import MemoryStats
 from ..facts.trace import LANES
 from ..io_engine.atomic_files import write_text
@@ -26,6 +27,13 @@ LINKS: Mapping[str, str] = {
     "copy_in": "host to device",
     "copy_out": "device to host",
 }
+
+
+LEAST_STALL_S = 0.001  # of a lane, to be shown
+
+
+def _name(key: str) -> str:
+    return FIGURES[key].name
 
 
 def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
@@ -178,63 +186,72 @@ class Report:
         size = f"{self.parameters / 1e6:,.1f} M parameters"
         rows = [
             ("model", f"{self.model}, {size}, {self.start}"),
-            (f"needed without offloading{each}", format_bytes(self.training_bytes)),
-            ("loss", f"{first:.4f} -> {last:.4f} in {len(self.records)} steps"),
-            ("tokens per second", f"{self.tokens_s:,.0f} ({self.records[-1].tokens:,} a step)"),
+            (f"{_name('training')}{each}", format_bytes(self.training_bytes)),
+            (_name("loss"), f"{first:.4f} -> {last:.4f} in {len(self.records)} steps"),
+            (_name("tokens"), f"{self.tokens_s:,.0f} ({self.records[-1].tokens:,} a step)"),
         ]
         if self.ranks > 1:
             rows.append(("ranks", f"{self.ranks}; figures of memory and links are the first one's"))
         for tier, stats in self.memory.items():
             peak, budget = format_bytes(stats.peak_bytes), format_bytes(stats.budget_bytes)
-            rows.append((f"{tier} memory, peak", f"{peak} of {budget}"))
+            rows.append((f"{_name('peak')}, {tier}", f"{peak} of {budget}"))
         moved = [f"{LINKS[k]} {format_bytes(n)}" for k, n in self.links.items() if n]
-        rows.append(("moved per step", ", ".join(moved) or "nothing"))
+        rows.append((_name("links"), ", ".join(moved) or "nothing"))
         if self.bound_s:
-            ratio = f"{self.step_s / self.bound_s:.2f} times the bound of {self.bound_s:.3g} s"
-            rows.append(("time per step", f"{self.step_s:.3g} s, {ratio}"))
-        rows.append(("processors per step", self._processors()))
+            ratio = (
+                f"{self.step_s / self.bound_s:.2f} times the lower bound of {self.bound_s:.3g} s"
+            )
+            rows.append((_name("step"), f"{self.step_s:.3g} s, {ratio}"))
+        rows.append((_name("cpu"), self._processors()))
         if self.planned_s:
-            rows.append(("planned", f"{self.planned_s:.3g} s a step, with the compute as measured"))
+            rows.append((_name("planned"), f"{self.planned_s:.3g} s"))
         last_stats = self.records[-1].stats
         if last_stats is not None:
             rows.append(("last step", last_stats.explain()))
-        rows.append(("not computing per step", self._idle()))
+        rows.append((_name("stalls"), self._stalls()))
         before, peak = format_bytes(self.rss_before_bytes), format_bytes(self.peak_rss_bytes)
-        rows.append(("process memory, peak", f"{peak} ({before} before the model was built)"))
+        rows.append((_name("process"), f"{peak} ({before} before the model was built)"))
         if self.comparison is not None and self.in_memory_s:
             other = self.comparison
             share = self.step_s / self.in_memory_s
             rows += [
-                ("in memory", f"{self.in_memory_s:.3g} s a step (offloaded: {share:.2f} times)"),
-                ("loss difference", f"{other.loss_difference:.2g} at most"),
-                ("weight difference", f"{other.weight_difference:.2g} of the weights (RMS)"),
+                (
+                    _name("in_memory"),
+                    f"{self.in_memory_s:.3g} s a step (offloaded: {share:.2f} times)",
+                ),
+                (_name("loss_difference"), f"{other.loss_difference:.2g} at most"),
+                (_name("weight_difference"), f"{other.weight_difference:.2g} of the weights (RMS)"),
             ]
         return rows
 
     def _processors(self) -> str:
         used = f"{self.cpu_s:.3g} core-seconds"
         beside = self.in_memory_cpu_s
-        return used if beside is None else f"{used} (in memory: {beside:.3g})"
+        return used if beside is None else f"{used} (in plain PyTorch: {beside:.3g})"
 
-    def _idle(self) -> str:
+    def _stalls(self) -> str:
         stats = [r.stats for r in steady(self.records) if r.stats is not None]
         if not stats:
             return "unknown"
-        idle = statistics.median(s.step_s - s.compute.busy_s for s in stats)
         waits = {lane: statistics.median(s.lanes[lane].stall_s for s in stats) for lane in LANES}
-        named = [f"{lane} {s:.2g} s" for lane, s in waits.items() if s >= 0.001]
-        return f"{idle:.2g} s" + (
-            f" (of that inside the model: {', '.join(named)})" if named else ""
-        )
+        named = [f"{lane} {s:.2g} s" for lane, s in waits.items() if s >= LEAST_STALL_S]
+        return ", ".join(named) or "none"
 
     def table(self) -> Table:
-        """The rows as a table for the terminal."""
+        """The rows as a table for the terminal, with the meaning of the figures below."""
         from rich.table import Table
 
-        table = Table(show_header=False, title="overspill: result", title_justify="left")
+        rows = self.rows()
+        shown = [each for each in FIGURES.values() if any(n.startswith(each.name) for n, _ in rows)]
+        shown.append(FIGURES["bound"])
+        table = Table(
+            show_header=False, title="overspill: result", title_justify="left",
+            caption="\n".join(f"{each.name}: {each.meaning}" for each in shown),
+            caption_justify="left",
+        )  # fmt: skip
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for name, figure in self.rows():
+        for name, figure in rows:
             table.add_row(name, figure)
         return table
 

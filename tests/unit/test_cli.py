@@ -45,7 +45,7 @@ def test_a_run_prints_its_table_and_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in (
         "gpt2-1m: random weights", "text.txt: 1 file", "holds device", "step 3/3  loss",
-        "in memory: 3 steps", "loss difference", "times the bound of",
+        "in memory: 3 steps", "loss difference", "times the lower bound of",
     ):  # fmt: skip
         assert words in result.output, words
     for name in ("loss.png", "timeline.png", "trace.json", "model.safetensors", "run.json"):
@@ -204,7 +204,7 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     watch.end()
     lines = out.getvalue().splitlines()
     assert 45 <= len(lines) <= 60, "about fifty lines for five hundred steps"
-    expected = "loss 2.5000  2,048 tokens/s  device 512 KiB  nvme 1 MiB  waits: read 0.25 s"
+    expected = "loss 2.5000  2,048 tokens/s  device 512 KiB  nvme 1 MiB  stalls: read 0.25 s"
     assert lines[1] == f"step 1/500  {expected}"
     assert lines[-1] == f"step 500/500  {expected}"
     assert "\x1b" not in out.getvalue()

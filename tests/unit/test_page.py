@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from overspill.cli.app import app
 from overspill.errors import OffloadError
+from overspill.facts.figures import FIGURES
 from overspill.facts.trace import LANES, StepMark, Trace
 from overspill.observe import page as page_module
 from overspill.observe.export import load_trace, save_trace
@@ -220,14 +221,19 @@ def test_a_browser_shows_the_figures_of_the_run(texts: Texts, folder: Path) -> N
     figures = json.loads((folder / "run.json").read_text())
     first, last = figures["loss_first"], figures["loss_last"]
     assert f"{first:.4f} → {last:.4f}" in texts.texts["loss"]
-    for name, value in (("step", figures["step_s"]), ("memory", figures["comparison"]["step_s"])):
+    for name, value in (
+        ("step", figures["step_s"]),
+        ("in_memory", figures["comparison"]["step_s"]),
+    ):
         shown = [float(n) for n in re.findall(r"([\d.]+) ms", texts.texts[name])]
         assert any(abs(n - 1000 * value) < 0.006 * 1000 * value for n in shown), (name, shown)
-    ratio = float(re.findall(r"([\d.]+) times", texts.texts["memory"])[0])
+    ratio = float(re.findall(r"([\d.]+) times", texts.texts["in_memory"])[0])
     assert ratio == pytest.approx(figures["step_s"] / figures["comparison"]["step_s"], rel=0.006)
     number, unit = re.findall(r"([\d.,]+) (MiB|GiB)", texts.texts["process"])[0]
     size = float(number.replace(",", "")) * {"MiB": 2**20, "GiB": 2**30}[unit]
     assert size == pytest.approx(figures["peak_rss_bytes"], rel=0.006)
+    for key in ("bound", "stalls", "cpu", "training"):
+        assert FIGURES[key].name in texts.texts[key]
     for change in figures["next"]["with"]:
         assert change in texts.texts["next"]
     assert texts.tags.count("canvas") == 2 and texts.tags.count("svg") == 3

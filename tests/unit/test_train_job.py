@@ -110,9 +110,9 @@ def test_figures_on_file(tmp_path: Path) -> None:
     assert figures["link_bytes_per_step"]["read"] > 0
     assert figures["cpu_s"] > 0 and all(step["cpu_s"] > 0 for step in figures["steps"])
     rows = dict(report.rows())
-    assert "times the bound" in rows["time per step"]
-    assert rows["processors per step"] == f"{report.cpu_s:.3g} core-seconds"
-    assert "of 3 MiB" in rows["device memory, peak"]
+    assert "times the lower bound" in rows["step time"]
+    assert rows["CPU time per step"] == f"{report.cpu_s:.3g} core-seconds"
+    assert "of 3 MiB" in rows["peak memory, device"]
 
 
 def test_the_folder_written_is_one_to_go_on_from(tmp_path: Path) -> None:

@@ -64,23 +64,50 @@ function summary() {
     ...(run.ranks > 1 ? [`${run.ranks} ranks; memory and links are those of the first`] : []),
   ].join(" · ");
   const tiles = [
-    ["loss", `${fixed(run.loss_first)} → ${fixed(run.loss_last)}`, `loss, in ${run.steps.length} steps`],
-    ["step", seconds(run.step_s), run.step_over_bound ?
-      `a step, ${digits(run.step_over_bound)} times its bound of ${seconds(run.bound_s)}` : "a step"],
+    ["loss", `${fixed(run.loss_first)} → ${fixed(run.loss_last)}`, `in ${run.steps.length} steps`],
+    ["step", seconds(run.step_s), run.step_over_bound ? `${digits(run.step_over_bound)} times the lower bound` : ""],
+    ["bound", seconds(run.bound_s), ""],
+    ["stalls", stalls(), ""],
     ["tokens", `${digits(run.tokens_s)} tokens/s`, `${digits(run.steps.at(-1)?.tokens, 12)} a step`],
-    ["processors", `${digits(run.cpu_s)} core-seconds`, "a step takes, all threads together"],
-    ["process", bytes(run.peak_rss_bytes), "of memory the process had at most"],
-    ["plain", bytes(run.training_bytes), "weights, gradients and state need without offloading"],
+    ["cpu", `${digits(run.cpu_s)} core-seconds`, ""],
+    ["process", bytes(run.peak_rss_bytes), ""],
+    ["training", bytes(run.training_bytes), ""],
   ];
   if (run.comparison) {
     tiles.push(
-      ["memory", `${digits(run.step_s / run.comparison.step_s)} times`,
-        `the step in memory, ${seconds(run.comparison.step_s)}`],
-      ["difference", digits(run.comparison.loss_difference, 2), "largest difference of the loss from it"]);
+      ["in_memory", `${seconds(run.comparison.step_s)} a step`,
+        `offloaded: ${digits(run.step_s / run.comparison.step_s)} times`],
+      ["loss_difference", digits(run.comparison.loss_difference, 2), ""]);
   }
   for (const [id, figure, words] of tiles) {
-    by("summary").append(make("div", {class: "tile", "data-figure": id}, make("b", {}, figure), make("span", {}, words)));
+    const {name, meaning} = facts.figures[id];
+    const head = make("abbr", {title: meaning, tabindex: 0}, name);
+    by("summary").append(make("div", {class: "tile", "data-figure": id}, head, make("b", {}, figure), make("span", {}, words)));
   }
+  explain(by("summary"));
+}
+
+// Shows the meaning of a figure with the pointer over its name, and with the keyboard on it.
+function explain(place) {
+  for (const head of place.querySelectorAll("abbr")) {
+    const meaning = head.getAttribute("title");
+    head.removeAttribute("title");
+    head.setAttribute("aria-label", `${head.textContent}: ${meaning}`);
+    head.addEventListener("pointermove", (event) => say(meaning, event.clientX, event.clientY));
+    head.addEventListener("focus", () => {
+      const box = head.getBoundingClientRect();
+      say(meaning, box.left, box.bottom);
+    });
+    for (const end of ["pointerleave", "blur"]) head.addEventListener(end, () => say("", 0, 0));
+  }
+}
+
+// The median stall of a step in seconds, all lanes together.
+function stalls() {
+  const found = run.steps.slice(run.steps.length > 1 ? 1 : 0).filter((step) => step.lanes)
+    .map((step) => Object.values(step.lanes).reduce((sum, lane) => sum + lane.stall_s, 0));
+  found.sort((one, other) => one - other);
+  return found.length ? seconds(found[Math.floor(found.length / 2)]) : "-";
 }
 
 // -- loss -------------------------------------------------------------------------------------------
@@ -95,7 +122,7 @@ function ticks(low, high, count) {
 
 function loss() {
   const curves = [["offloaded", run.steps, "#4477aa", "", 5]];
-  if (run.comparison) curves.push(["in memory", run.comparison.steps, "#ffb000", "7 7", 2]);
+  if (run.comparison) curves.push(["in plain PyTorch", run.comparison.steps, "#ffb000", "7 7", 2]);
   const wide = 1100, high = 320, left = 56, below = 28;
   const values = curves.flatMap(([, steps]) => steps.map((step) => step.loss)).filter(Number.isFinite);
   if (!values.length) {
@@ -159,7 +186,7 @@ const ROW = 34, HEAD = 22, NAMES = 130;
 
 // One picture of lanes: spans are [lane, name, began, ended, bytes], in microseconds.
 function timeline(title, data, view) {
-  const rows = [...lanes.order, "waits"];
+  const rows = [...lanes.order, "stalls"];
   const canvas = make("canvas", {tabindex: 0, role: "img",
     "aria-label": `${title}: ${lanes.order.map((lane) => lanes.words[lane]).join(", ")}, and what compute waited for`});
   const height = HEAD + ROW * rows.length + 20;
@@ -198,7 +225,7 @@ function timeline(title, data, view) {
       if (to > from) pen.fillText(`step ${number}`, (place(from) + place(to)) / 2, HEAD / 2);
     }
     pen.restore();
-    for (const time of ticks(view.from, view.to, 8)) {
+    for (const time of ticks(view.from, view.to, Math.max(2, Math.min(8, (canvas.clientWidth - NAMES) / 80)))) {
       const at = place(time);
       pen.fillStyle = faint;
       pen.textAlign = at < NAMES + 30 ? "left" : at > canvas.clientWidth - 30 ? "right" : "center";
@@ -206,7 +233,7 @@ function timeline(title, data, view) {
     }
     pen.textAlign = "left";
     pen.fillStyle = ink;
-    rows.forEach((lane, row) => pen.fillText(lanes.words[lane] || "compute waits", 0, HEAD + ROW * (row + 0.5)));
+    rows.forEach((lane, row) => pen.fillText(lanes.words[lane] || "stalls", 0, HEAD + ROW * (row + 0.5)));
     canvas.dataset.drawn = data.spans.length;
   }
 
@@ -328,7 +355,7 @@ function memory() {
     }
     const words = [key("in use", lanes.tiers[tier]), ...(saved ? [key("of that, activations", "#ccbb44")] : []),
       key(`budget, ${bytes(stats.budget_bytes)}${near ? "" : " (not drawn)"}`, "#cc3311")];
-    by("memory").append(make("h3", {}, `${tier} memory: at most ${bytes(stats.peak_bytes)}`), svg, make("p", {}, ...words));
+    by("memory").append(make("h3", {}, `${tier} memory: peak ${bytes(stats.peak_bytes)} of ${bytes(stats.budget_bytes)}`), svg, make("p", {}, ...words));
   }
   const disk = run.memory.nvme;
   if (disk) {
@@ -339,7 +366,7 @@ function memory() {
 // -- plan, next, steps ------------------------------------------------------------------------------
 
 function plan() {
-  const rows = [["a step", seconds(run.plan.step_s), seconds(run.step_s)]];
+  const rows = [["step time", seconds(run.plan.step_s), seconds(run.step_s)]];
   for (const [lane, words] of Object.entries(lanes.links)) {
     const planned = run.plan.link_bytes[lane] || 0, moved = run.link_bytes_per_step[lane] || 0;
     if (planned || moved) rows.push([words, bytes(planned), bytes(moved)]);
@@ -349,13 +376,13 @@ function plan() {
   }
   by("plan").append(table(["", "planned", "measured"], rows));
   by("plan").append(make("p", {class: "hint"},
-    "The planned step has the compute that was measured, and every other lane at its rate."));
+    "The plan is simulated, with the compute that was measured and every other lane at its rate."));
 }
 
 function next() {
   const found = run.next && run.next.step_s ? Object.entries(run.next.with) : [];
   if (!found.length) {
-    by("next").append(make("p", {}, "Nothing is known of what other choices would take: no rates, or no compute."));
+    by("next").append(make("p", {}, "Other choices cannot be simulated: the rates of this machine or the time of compute are unknown."));
     return;
   }
   const rows = found.map(([change, step_s]) => {
@@ -366,19 +393,19 @@ function next() {
   });
   rows.sort((one, other) => one[0] - other[0]);
   if (rows[0][0] > -0.01) {
-    by("next").append(make("p", {}, "None of these makes a token cheaper."));
+    by("next").append(make("p", {}, "None of these reduces the time per token."));
   }
-  by("next").append(table(["with", "a step would take", "time per token"], rows.map(([, row]) => row)));
+  by("next").append(table(["change", "predicted step time", "time per token"], rows.map(([, row]) => row)));
   by("next").append(make("p", {class: "hint"},
-    `By the simulator, with compute as measured here; for the run as it was it says ${seconds(run.next.step_s)}.`));
+    `Simulated, with the compute that was measured. For this run the simulator predicts ${seconds(run.next.step_s)} a step.`));
 }
 
 function steps() {
   const other = run.comparison ? run.comparison.steps : [];
-  const head = ["step", "loss", ...(run.comparison ? ["loss in memory"] : []), "time", "core-seconds", "bound"];
+  const head = ["step", "loss", ...(run.comparison ? ["loss in plain PyTorch"] : []), "step time", "lower bound", "core-seconds"];
   by("steps").append(table(head, run.steps.map((step, at) => [
     String(step.step), digits(step.loss, 6), ...(run.comparison ? [other[at] ? digits(other[at].loss, 6) : "-"] : []),
-    seconds(step.wall_s), digits(step.cpu_s), seconds(step.bound_s),
+    seconds(step.wall_s), seconds(step.bound_s), digits(step.cpu_s),
   ])));
 }
 
