@@ -388,7 +388,9 @@ def _require_file(target: Path) -> None:
         )
     if _is_special(target):
         raise IoError(
-            f"{target}: is not a plain file; name another one", path=str(target), errno=errno.EINVAL
+            f"{target}: is not a regular file; name another one",
+            path=str(target),
+            errno=errno.EINVAL,
         )
     if not target.parent.is_dir():
         state = "is not a folder" if target.parent.exists() else "does not exist; create it"

@@ -46,7 +46,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def _unmap(address: int, nbytes: int) -> None:
     if _libc.munmap(address, nbytes) != 0:
         code = ctypes.get_errno()
-        raise HostMemoryError(f"cannot return {nbytes} bytes of host memory: {os.strerror(code)}")
+        raise HostMemoryError(
+            f"the system refused to release {nbytes} bytes of host memory: {os.strerror(code)}"
+        )
 
 
 def _end(
@@ -78,8 +80,8 @@ class _Mapping:
         if base == _MAP_FAILED:
             code = ctypes.get_errno()
             raise HostMemoryError(
-                f"host memory: need {nbytes} bytes in one piece, have none: {os.strerror(code)}; "
-                "ask for less, or raise the address space limit (ulimit -v)"
+                f"host memory: no address range of {nbytes} bytes is free: {os.strerror(code)}; "
+                "use a smaller budget, or raise the address space limit (ulimit -v)"
             )
         self.address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         if self.address > base:
@@ -99,7 +101,10 @@ class _Mapping:
         if _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0:
             code = ctypes.get_errno()
             self.close()
-            raise HostMemoryError(f"cannot keep {nbytes} bytes from children: {os.strerror(code)}")
+            raise HostMemoryError(
+                f"cannot exclude {nbytes} bytes of host memory from child processes: "
+                f"{os.strerror(code)}"
+            )
         # Refused where huge pages are switched off: smaller pages then serve.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
@@ -153,8 +158,8 @@ class _Mapping:
             np.asarray(self)[:: os.sysconf("SC_PAGE_SIZE")] = 0
             return
         raise HostMemoryError(
-            f"host memory: need {self.nbytes} bytes, not that much is free: {os.strerror(code)}; "
-            "lower host_memory, or raise the memory limit of this process's group"
+            f"host memory: need {self.nbytes} bytes, but less is free: {os.strerror(code)}; lower "
+            "host_memory, or raise the memory limit of the control group"
         )
 
     def _populate(self, start: int) -> int:
@@ -229,7 +234,8 @@ class Lease:
         if _libc.madvise(mapping.address, mapping.nbytes, _MADV_DONTNEED) != 0:
             code = ctypes.get_errno()
             raise HostMemoryError(
-                f"cannot free {mapping.nbytes} bytes of host memory: {os.strerror(code)}"
+                f"the system refused to unmap {mapping.nbytes} bytes of host memory: "
+                f"{os.strerror(code)}"
             )
 
     def populate(self) -> None:

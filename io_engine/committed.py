@@ -54,7 +54,7 @@ class FoundStore:
                 f"the last whole commit is generation {whole[-1].number}, step {whole[-1].step}: "
                 "`overspill inspect --repair` drops what is damaged, and goes back to it"
                 if whole
-                else "no commit is whole; start from an export"
+                else "no commit is complete; start from an export"
             )
             raise CorruptionError(f"{'; '.join(self.damage)}; {offer}", path=where)
         if not self.generations:

@@ -41,7 +41,7 @@ class ExtentContents:
                 f"{self.extent} has never been written, so there is nothing to read; write it first"
             )
         return CorruptionError(
-            f"{self.extent} has no whole contents: a write of it failed ({self.broken_by}); write "
+            f"{self.extent} is incomplete, because a write of it failed ({self.broken_by}); write "
             "it again",
             nbytes=self.extent.nbytes,
         )

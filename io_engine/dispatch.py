@@ -185,7 +185,7 @@ class Dispatcher:
             self._backend.submit(flight.id, flight.write, flight.urgent, flight.segments)
         except Exception as error:
             self._refuse(
-                flight, LifecycleError(f"the {self._backend.name} backend refuses: {error}")
+                flight, LifecycleError(f"the {self._backend.name} backend refused: {error}")
             )
             self._backend.wake()
             return

@@ -105,7 +105,7 @@ class ExtentTable:
         with self._lock:
             self._known(extent)
             if busy_with(extent):
-                raise LifecycleError(f"{extent} has transfers on their way; wait for them first")
+                raise LifecycleError(f"{extent} has transfers in flight; wait for them first")
             del self._contents[extent]
             self._space.give(extent.pieces)
 

@@ -229,7 +229,7 @@ def read_manifest(directory: Path) -> Found | None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path, flags), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise IoError(f"{path}: is no plain file; remove it", path=str(path))
+                raise IoError(f"{path}: is not a regular file; remove it", path=str(path))
             data = file.read()
     except FileNotFoundError:
         return None

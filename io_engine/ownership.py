@@ -116,8 +116,8 @@ class DirectoryLock:
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             self.let_go()
             raise IoError(
-                f"{self._path}: is no plain file of its own, and cannot be a lock; remove it, or "
-                "choose another directory",
+                f"{self._path}: is not a regular file, or has several names (hard links), so it "
+                "cannot be a lock; remove it, or choose another directory",
                 path=str(self._path),
             )
 

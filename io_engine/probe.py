@@ -55,8 +55,8 @@ def _move(backend: Backend, directory: Path, write: bool, memory: Lease) -> None
     if not ended or ended[0].outcome != Outcome.DONE:
         code = ended[0].error if ended else 0
         raise IoError(
-            f"{directory}: cannot move {memory.nbytes} bytes to try its rate (error {code}); leave "
-            "it out, or see the kernel log",
+            f"{directory}: cannot measure its speed, because moving {memory.nbytes} bytes failed "
+            f"(error {code}); leave this directory out, or see the kernel log",
             path=str(directory),
             nbytes=memory.nbytes,
             errno=code,

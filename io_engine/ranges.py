@@ -377,8 +377,8 @@ class RangeReader:
             whole_sectors = got // SECTOR_BYTES * SECTOR_BYTES
             if have + got < nbytes and not whole_sectors:
                 raise IoError(
-                    f"{file.path}: it ends before {start + nbytes} bytes; it was cut while in use, "
-                    "or was never whole: get it again", path=str(file.path), offset=start,
+                    f"{file.path}: is shorter than {start + nbytes} bytes, so it is incomplete or "
+                    "was truncated; get it again", path=str(file.path), offset=start,
                     nbytes=nbytes,
                 )  # fmt: skip
             have += got if have + got >= nbytes else whole_sectors

@@ -114,9 +114,9 @@ def _check_trained(name: str, p: nn.Parameter, precision: torch.dtype | None) ->
     """
     if torch_private.overlaps_itself(p):
         raise ModelError(
-            f"parameter {name!r} has several elements in one place of memory (an expanded tensor, "
-            f"strides {tuple(p.stride())}), so an optimizer cannot update it in place; make it "
-            "contiguous, or train the tensor that it was expanded from"
+            f"several elements of parameter {name!r} share memory (an expanded tensor, strides "
+            f"{tuple(p.stride())}), so an optimizer cannot update it in place; make it contiguous, "
+            "or train the tensor that it was expanded from"
         )
     dtype = p.dtype if precision is None or p.is_complex() else precision
     if dtype not in _TRAINED:

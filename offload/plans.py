@@ -295,6 +295,7 @@ def _plan_of(
         budgets=budgets,
         fitting={} if fits else fitting_budgets(needs, parts, budgets, logits_bytes),
         rates=rates,
+        loss_in_chunks=not load.logits,
     )
     return Plan(
         fits=fits,

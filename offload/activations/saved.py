@@ -202,8 +202,8 @@ class SavedTensors:
         if onloaded is None:
             name = self._onloaded_units.parts.units[handle.unit].name
             raise LifecycleError(
-                f"backward needs weights of unit {name!r} as the engine had them, which is closed; "
-                "run backward before close() or unwrap()"
+                f"backward needs weights of unit {name!r}, but the engine is closed; run backward "
+                "before close() or unwrap()"
             )
         self._onloaded_units.used_here(onloaded)
         t = self._onloaded_units.view(handle.unit, handle.view)

@@ -81,6 +81,9 @@ NotDurable = Annotated[
         help="Keep every step's state safe on disk, or half the disk space.",
     ),
 ]
+CommitEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps from one commit of a durable store to the next.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

@@ -102,6 +102,7 @@ def plan(
     seq: Seq = None,
     batch: Batch = None,
     durable: opt.NotDurable = None,
+    commit_every: opt.CommitEvery = None,
     measure: Anew = False,
     every_unit: EveryUnit = False,
     endurance: Endurance = None,
@@ -124,7 +125,7 @@ def plan(
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
             activations="recompute" if recompute else activations, frozen=frozen, update=update,
             max_grad_norm=max_grad_norm, units=units, resident=resident, accumulate=accumulate,
-            prefetch_depth=prefetch_depth, rates=None, durable=durable,
+            prefetch_depth=prefetch_depth, rates=None, durable=durable, commit_every=commit_every,
         )  # fmt: skip
         asked = _Asked(
             name or model, options, machine, _micro_batch(tokens, seq, batch), accumulate, as_json

@@ -69,6 +69,7 @@ def train(
     threads: opt.Threads = None,
     rates: opt.RatesFile = None,
     durable: opt.NotDurable = None,
+    commit_every: opt.CommitEvery = None,
     debug: opt.Debug = False,
 ) -> None:
     """Train or fine-tune a causal language model that need not fit in memory."""
@@ -81,7 +82,7 @@ def train(
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            activations=activations,
+            activations=activations, commit_every=commit_every,
             update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
             prefetch_depth=prefetch_depth, threads=threads, rates=rates, durable=durable,
         )  # fmt: skip

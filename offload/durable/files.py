@@ -183,8 +183,8 @@ def _holes(path: Path, sizes: Sequence[int]) -> list[int]:
             if int(name) < len(sizes) and entry.file_size == sizes[int(name)]:
                 found[int(name)] = place
     if len(found) != len(sizes):
-        raise ExportError(f"{path}: torch {torch.__version__} lays its files out in a way that "
-                           "this version does not know; export with another")  # fmt: skip
+        raise ExportError(f"{path}: the file layout of torch {torch.__version__} is not supported; "
+                           "export with another version of torch")  # fmt: skip
     return [found[number] for number in range(len(sizes))]
 
 

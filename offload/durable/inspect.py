@@ -148,7 +148,7 @@ def repair_store(paths: Paths) -> str:
     """
     with own_store(paths) as store:
         if not store.generations:
-            raise StoreError(f"{store.directories[0]}: no commit is whole; start from an export")
+            raise StoreError(f"{store.directories[0]}: no commit is complete; start from an export")
         last = store.generations[-1]
         if not store.layout.checksum and store.damage:
             raise StoreError(

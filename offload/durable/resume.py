@@ -175,9 +175,7 @@ def optimizer_for(
     params = dict(model.named_parameters())
     missing = [name for names in members for name in names if name not in params]
     if missing:
-        raise StoreError(
-            f"parameter {missing[0]!r} is in the store alone: it is that of another model"
-        )
+        raise StoreError(f"parameter {missing[0]!r} is in the store, but not in the model")
     # Options are passed, since some decide what state there is (amsgrad, momentum).
     made: torch.optim.Optimizer = kind(
         [{**kept, "params": [params[name] for name in names]}

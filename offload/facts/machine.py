@@ -53,9 +53,14 @@ class Machine:
     def _from_values(cls, name: str, values: object) -> Machine:
         if not isinstance(values, dict):
             raise ValueError(f"expected a table of rates, got {type(values).__name__}")
-        if "rates" not in values:
-            return cls(name, Rates.from_values(values))
         known = [field.name for field in fields(cls)]
+        if "rates" not in values:
+            if sizes := sorted(set(values) & set(known)):
+                raise ValueError(
+                    f"a file with {', '.join(sizes)} needs its rates in a table; put them in "
+                    "[rates]"
+                )
+            return cls(name, Rates.from_values(values))
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"unknown key {', '.join(unknown)}; known: {', '.join(known)}")

@@ -33,6 +33,9 @@ class MemoryStats:
     workspace_bytes: int | None = None
 
 
+LEAST_OUTSIDE = 0.05  # of a step, to be shown
+
+
 @dataclass(frozen=True)
 class Stats:
     """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
@@ -74,12 +77,17 @@ class Stats:
         return Stats(self.step_s / steps, self.bound_s / steps, lanes)
 
     def explain(self) -> str:
-        """One line: how far above the bound, and which lanes compute waited for."""
+        """One line: how far above the bound, which lanes compute waited for, and, if it is much,
+        the time in which the model did not run: the loop's own, and that of ``step()``."""
         ratio = self.over_bound
         stalls = sorted(((lane.stall_s, name) for name, lane in self.lanes.items()), reverse=True)
         named = [f"{name} {seconds:.2g} s" for seconds, name in stalls if seconds > 0]
         above = "no bound known" if ratio is None else f"{ratio:.2f} times the bound"
-        return f"{above}; compute waited for {', '.join(named) or 'nothing'}"
+        waited = f"{above}; compute waited for {', '.join(named) or 'nothing'}"
+        outside_s = self.step_s - self.compute.busy_s - sum(seconds for seconds, _ in stalls)
+        if outside_s < LEAST_OUTSIDE * self.step_s:
+            return waited
+        return f"{waited}; {outside_s:.2g} s outside of the model's forward and backward"
 
     @property
     def compute(self) -> LaneStats:

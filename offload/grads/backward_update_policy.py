@@ -163,12 +163,12 @@ class BackwardUpdatePolicy:
             self._told_of_drop = True
             names = ", ".join(map(self._resident_guard.name_of, sorted(self._ledger.early)))
             raise BackwardUpdateError(
-                f"the gradients of {names} cannot be dropped: update='backward' has applied them "
-                "already, as backward() computed them. Call step() before zero_grad(). For a loss "
-                "that only passes through this model (a discriminator that judges a generator), "
-                "freeze the model meanwhile (requires_grad_(False)), or wrap it with "
-                "update='next_forward'. To undo this update, call optimizer.rollback() (with a "
-                "durable store); to keep it and drop the other gradients, drop them once more"
+                f"update='backward' has already applied the gradients of {names}, so they cannot "
+                "be dropped; call step() before zero_grad(), or optimizer.rollback() to undo this "
+                "update (with a durable store). For a loss that only passes through this model (a "
+                "discriminator that judges a generator), freeze the model meanwhile "
+                "(requires_grad_(False)), or wrap it with update='next_forward'. To keep this "
+                "update and drop the other gradients, call zero_grad() again"
             )
 
     def refuse_updated(self, unit: int) -> None:
@@ -178,7 +178,7 @@ class BackwardUpdatePolicy:
                 f"update='backward' has updated {self._resident_guard.name_of(unit)!r} already in "
                 "this step, with the gradients of the backward before, or of this one where a "
                 "module that is used twice lies in reentrant checkpoints; call step() after it, "
-                "also where that batch is to be left out (or optimizer.rollback(), with a store), "
+                "also to skip that batch (or optimizer.rollback(), with a store), "
                 "or use update='next_forward'"
             )
 

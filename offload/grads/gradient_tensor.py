@@ -150,8 +150,8 @@ class OffloadedGradient(torch.Tensor):
 def _refuse_gone(wrapper: OffloadedGradient) -> None:
     if wrapper.gone:
         raise GradientError(
-            "this gradient was kept after p.grad had let it go, and another backward has taken its "
-            "place; keep p.grad.clone()"
+            "this gradient was dropped from p.grad, and a later backward has overwritten it; keep "
+            "p.grad.clone()"
         )
 
 

@@ -260,8 +260,8 @@ class GradientCollector:
         inside = torch_private.in_backward()
         if inside and self._transient and self.pending:  # before a part of a unit is updated
             raise BackwardUpdateError(
-                "gradients are looked at while a backward runs that applies them as they come "
-                "(update='backward'); use update='next_forward' where hooks need p.grad"
+                "p.grad was read during a backward that applies gradients at once "
+                "(update='backward'); use update='next_forward' if hooks need p.grad"
             )
         self.deliver_all(over=not inside)
 
@@ -345,8 +345,8 @@ class GradientCollector:
         lost = self.torn.intersection(params)
         if lost:
             raise GradientError(
-                f"the gradient of {self._name(min(lost))!r} was being gathered when an exception "
-                "came, and is not whole; zero_grad(), and run forward and backward again"
+                f"an exception interrupted the gradient of {self._name(min(lost))!r}, so it is not "
+                "complete; call zero_grad(), and run forward and backward again"
             )
 
     def _in_host_layout(self, unit: int) -> bool:
@@ -416,8 +416,8 @@ class GradientCollector:
     def _refuse_stranger(self, index: int, grad: OffloadedGradient) -> None:
         if grad is not self._wrappers.get(index):
             raise GradientError(
-                f"the gradient in {self._name(index)!r} is that of another parameter, or one that "
-                "was kept from before; put a clone() of it there"
+                f"the gradient assigned to {self._name(index)!r} belongs to another parameter or "
+                "to an earlier backward; assign a clone() of it"
             )
 
     def detach_memory(self) -> None:

@@ -31,7 +31,7 @@ class UpdateWaiter:
             names = ", ".join(units[unit].name for unit in dict.fromkeys(self._ledger.nonfinite))
             self._ledger.nonfinite.clear()
             raise GradientError(
-                f"the update gave values that are not finite in {names or OTHER_RANK}; lower the "
+                f"the update produced non-finite values in {names or OTHER_RANK}; lower the "
                 "learning rate, clip with max_grad_norm, or look for the first loss that is not "
                 "finite"
             )

@@ -240,7 +240,7 @@ class _Ours:
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
         if lacking or not self.models:
             raise LifecycleError(
-                "overspill saves and loads what it has wrapped: wrap every model and optimizer "
+                "save_state and load_state are for wrapped models and optimizers; wrap all of them "
                 "before accelerator.prepare, or use the accelerator's own save_state and load_state"
             )
 

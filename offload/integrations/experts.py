@@ -314,8 +314,8 @@ def _forward(
     now = getattr(mine.config, _CHOSEN)
     if now != mine.before and (mine.before, now) != _DECODING:
         raise ModelError(
-            f"the model's experts are in sections, and compute by {mine.arithmetic!r}; for "
-            f"{now!r} join_experts(model) first"
+            f"split_experts was called for experts_implementation={mine.arithmetic!r}, and the "
+            f"config now has {now!r}; call join_experts(model) before you change it"
         )
     compute = _ARITHMETIC[mine.arithmetic]
     return compute(experts, hidden_states, top_k_index, top_k_weights, partial(_announce, experts))

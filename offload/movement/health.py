@@ -108,9 +108,11 @@ class Health:
                 "threads nor its files; use the model in the parent, or wrap one here"
             )
         if self.closed:
+            store = self._store()
+            kept = "" if store is None else f" and call overspill.resume(model, {store})"
             raise LifecycleError(
-                "the engine is closed, and the weights with it; call overspill.unwrap(model) "
-                "before close() to keep them, or build the model again"
+                f"the engine is closed, and its weights are released; build the model again{kept} "
+                "(overspill.unwrap(model) before close() keeps them)"
             )
         if self.closed_elsewhere:
             raise LifecycleError(
@@ -144,6 +146,8 @@ class Health:
             self._raised = True
             if isinstance(error, OffloadError):
                 raise error
-            raise LifecycleError(f"{type(error).__name__} in the background: {error}") from error
+            raise LifecycleError(
+                f"a background operation failed with {type(error).__name__}: {error}"
+            ) from error
         finally:  # an error that its own frame refers to lives until a garbage collection
             del error

@@ -21,8 +21,8 @@ def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
             f"raise {named}_memory, use fewer tokens, or pass activations={' or '.join(others)}"
         )
         return BudgetError(
-            f"what autograd saves for backward{where}", named, refuse.need_bytes,
-            refuse.have_bytes, refuse.have_bytes, remedy,
+            f"what autograd keeps until backward (the activations){where}", named,
+            refuse.need_bytes, refuse.have_bytes, refuse.have_bytes, remedy,
         )  # fmt: skip
     return BudgetError(
         f"unit {layout.units[item.number].name!r}" if unit else layout.name(item),

@@ -75,7 +75,7 @@ def load_trace(path: Path) -> Trace:
                 trace.add(row, event["name"], started_ns, finished_ns, event["args"]["bytes"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ReportError(
-            f"{path} is no trace of overspill ({error!r}); write one with "
+            f"{path} is not a trace of overspill ({error!r}); write one with "
             "optimizer.trace('trace.json')"
         ) from error
     if not trace.steps:

@@ -30,7 +30,7 @@ def draw_memory(trace: Trace, path: Path, planned: Trace | None = None) -> None:
     levels = trace.levels(start, end)
     tiers = [name for name in ("device", "host") if any(_used(level, name) for level in levels)]
     if not tiers:
-        raise ReportError("the trace says nothing of memory; write one with optimizer.trace()")
+        raise ReportError("the trace has no memory figures; write one with optimizer.trace()")
     scale, unit = (1e9, "s") if end - start > 5e9 else (1e6, "ms")
     figure, panels = blank_figure(1200, 330 * len(tiers) + 60, rows=len(tiers))
     for number, name in enumerate(tiers):

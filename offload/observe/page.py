@@ -47,11 +47,11 @@ def page_of(folder: Path) -> str:
             "`overspill train --out` wrote"
         ) from error
     except ValueError as error:
-        raise ReportError(f"{folder / RUN} is no JSON ({error})") from error
+        raise ReportError(f"{folder / RUN} is not valid JSON ({error})") from error
     keys = ("model", "steps", "memory", "plan", "step_s")
     missing = [key for key in keys if not isinstance(run, dict) or key not in run]
     if missing:
-        raise ReportError(f"{folder / RUN} is of no run: {missing[0]!r} is missing")
+        raise ReportError(f"{folder / RUN} is not that of a run: {missing[0]!r} is missing")
     planned = load_trace(folder / PLANNED) if (folder / PLANNED).exists() else None
     return make_page(run, trace, planned)
 

@@ -82,7 +82,8 @@ def save_figure(figure: Any, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower() or "png"
     if kind not in known:
         raise ReportError(
-            f"{path}: matplotlib writes no .{kind}; name a file that ends in .png, .svg or .pdf"
+            f"{path}: matplotlib cannot write .{kind} files; name a file that ends in .png, .svg "
+            "or .pdf"
         )
     data = io.BytesIO()
     figure.savefig(data, dpi=PIXELS_PER_INCH, format=kind)

@@ -366,8 +366,8 @@ class OnloadedUnits:
         for p, given, (_, spec) in zip(self.params_of(unit), expected, specs, strict=True):
             if torch_private.storage_key(p) != torch_private.storage_key(given):
                 raise WeightError(
-                    f"the data of parameter {spec.name!r} was replaced outside of the engine "
-                    "(model.to, half, load_state_dict(assign=True), p.data = ...); edit weights "
+                    f"the data of parameter {spec.name!r} was replaced while the engine used it "
+                    "(p.data = ..., load_state_dict(assign=True)); assign it between steps, or "
                     "inside `with overspill.materialized(model, writeback=True)`"
                 )
 

@@ -168,6 +168,8 @@ class PlanDetail:
             plan fits, or if none were found.
         optimizer: how an optimizer's own step runs; ``None`` if overspill has a rule for the
             optimizer.
+        loss_in_chunks: the plan counts no whole logits, because the model computes its loss from
+            parts of them.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -188,6 +190,7 @@ class PlanDetail:
     fitting: Mapping[str, str] = field(default_factory=dict, repr=False)
     rates: Rates | None = field(default=None, repr=False)
     optimizer: str | None = None
+    loss_in_chunks: bool = False
     pageable_bytes: int = 0
 
     @property
@@ -220,6 +223,8 @@ class PlanDetail:
         """A description of the activations."""
         saved = SavedRoom() if self.layout is None else self.layout.saved
         room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
+        if self.loss_in_chunks:
+            room += ", if the loss is computed in chunks"
         if self.activation_bytes is None:
             if saved.policy == "keep":
                 return "activations not counted"

@@ -242,11 +242,13 @@ class _Planner(Placement):
         self._fill()
         need = self._homes() + self._regions(0, 1)
         if need > budget:
-            what = "the model with its gradients and optimizer state"
+            trained = any(u.grad_bytes for u in self.units)
+            what = "the model" + (" with its gradients and optimizer state" if trained else "")
             remedy = "give a directory with nvme=, or raise host_memory"
             if self.lower is Tier.NVME:
                 largest = max(self.units, key=lambda u: u.weight_bytes + u.grad_bytes)
-                what = f"unit {largest.name!r} with its gradient and one subgroup's state"
+                beside = " with its gradient and one record of state" if trained else ""
+                what = f"unit {largest.name!r}{beside}"
                 remedy = "raise host_memory or name smaller units" + self._fewer
             self.shortfalls.append(Shortfall(Tier.HOST, what, need, budget, remedy))
             return 0, 1

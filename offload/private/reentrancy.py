@@ -93,7 +93,7 @@ def refuse_reentry() -> None:
     if is_engine(callers()[1:]):
         raise LifecycleError(
             "the optimizer was used in a signal handler or callback that interrupted the engine; "
-            "set a flag there, and look at it between steps"
+            "set a flag there, and check it between steps"
         )
 
 

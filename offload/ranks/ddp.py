@@ -108,6 +108,8 @@ class Replicated:
 
 def _refuse(name: str, p: nn.Parameter) -> None:
     if p.is_meta:
-        raise ModelError(f"parameter {name!r} is on meta, and DistributedDataParallel has begun")
+        raise ModelError(
+            f"parameter {name!r} is on meta, which DistributedDataParallel does not support"
+        )
     if torch_private.is_wrapper(p):
         raise ModelError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")

@@ -35,7 +35,10 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
     if not any(on_meta):
         return
     if not all(on_meta):
-        raise ModelError("some parameters are on meta, and others have values; build all alike")
+        raise ModelError(
+            "some parameters are on meta and others are not; build the whole model under "
+            "overspill.empty_init(), or none of it"
+        )
     there = memory_of(device)
     buffers = [
         (module, name, buffer)

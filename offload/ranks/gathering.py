@@ -103,8 +103,8 @@ class Gatherer:
         under_way.came[number].wait()
         if under_way.error is not None:
             raise RankError(
-                "updated weights did not come from all ranks: one of them has failed, and its own "
-                f"error says why ({type(under_way.error).__name__}: {under_way.error})"
+                "another rank failed before it sent its updated weights "
+                f"({type(under_way.error).__name__}: {under_way.error})"
             ) from under_way.error
         event = under_way.events[number]
         if event is not None:

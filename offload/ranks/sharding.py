@@ -230,7 +230,7 @@ class Sharding:
             OffloadError: it keeps an average, which only works on one rank.
         """
         if any(DECAY in group for group in optimizer.param_groups):
-            raise RankError("overspill.ema is for a model on one rank yet")
+            raise RankError("overspill.ema supports one rank only")
         known = {id(piece.param) for part in self._parts for piece in part.shards}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:

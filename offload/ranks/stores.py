@@ -140,7 +140,7 @@ def find_run(folders: Sequence[Path]) -> RunStores | None:
     if found:
         return max(found, key=lambda run: (run.step, run.generations[0].when_s))
     if sizes:
-        raise IoError(f"no set of ranks' stores is whole: {missing}", path=missing)
+        raise IoError(f"no set of the ranks' stores is complete: {missing}", path=missing)
     return None
 
 

@@ -62,7 +62,7 @@ class Votes:
                 now_s = time.monotonic()
                 until_s = self._until_s or began_s + PATIENCE_S
                 if now_s > until_s:
-                    raise RankError("a rank did not come")
+                    raise RankError("a rank did not answer within the time limit")
                 time.sleep(min(_LOOK_S * 2 ** int(now_s - began_s), 0.05))
             work.wait()
         except (RuntimeError, OffloadError) as error:

@@ -240,7 +240,9 @@ class World:
         try:
             dist.monitored_barrier(self.group, timeout=PATIENCE)
         except RuntimeError as error:
-            raise RankError(f"{what} is for all ranks to call, and one did not: {error}") from None
+            raise RankError(
+                f"{what} must be called on every rank, and one did not call it: {error}"
+            ) from None
 
     def close(self, *, broken: bool = False) -> None:
         """Release the groups for the next engine, unless messages may be left on them."""

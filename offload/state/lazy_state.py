@@ -49,8 +49,8 @@ class ParameterState(dict[str, Any]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise OptimizerStateError(
-            "a single value of a parameter's state cannot be removed, since the optimizer needs "
-            "all of them; set it (state[p][name] = ...), or reset the parameter (state[p].clear())"
+            "one entry of a parameter's state cannot be removed, because the optimizer needs all "
+            "of them; set it (state[p][name] = ...), or reset the parameter (state[p].clear())"
         )
 
     __delitem__ = pop = popitem = _refuse  # type: ignore[assignment]

@@ -324,7 +324,7 @@ class ParamAccess:
                 if start < ends:
                     raise WeightError(
                         f"{self.name(index)} lies over the same memory as another trained "
-                        "parameter (p.data = ...); tie parameters before wrap, or copy"
+                        "parameter (p.data = ...); tie parameters before wrap, or assign a copy"
                     )
                 ends = end
 

@@ -222,7 +222,7 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
             accelerator.prepare(model, inner, device_placement=[False, False])
         with overspill.wrap(model, inner, device="cpu", host_memory="1MiB") as optimizer:
             if late:
-                with pytest.raises(OffloadError, match="wrap every model and optimizer before"):
+                with pytest.raises(OffloadError, match="wrap all of them before"):
                     streaming.save_state(accelerator, str(tmp_path / "late"))
             else:
                 accelerator.prepare(model, optimizer, device_placement=[False, False])

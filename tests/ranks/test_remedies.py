@@ -209,7 +209,7 @@ def of_stores(rank: int, size: int, folder: Path) -> None:
     fully_shard(mixed)
     file = folder / f"mixed-{rank}.safetensors"
     save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
-    refused("some parameters are on meta, and others have values; build all alike", mixed,
+    refused("some parameters are on meta and others are not; build the whole model under", mixed,
             weights=file)  # fmt: skip
     trains(sharded(), rank)
     run = folder_of(folder / "run")

@@ -131,7 +131,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     (
         "offload/ranks/filling.py",
-        "some parameters are on meta, and others have values; build all alike",
+        "some parameters are on meta and others are not; build the whole model under",
     ): ("tests/ranks/test_remedies.py::test_remedies"),
     ("offload/ranks/optimizer.py", "path; load it with torch.distributed.checkpoint"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
@@ -160,7 +160,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     (
         "offload/integrations/accelerate.py",
-        "wrapped: wrap every model and optimizer before accelerator.prepare,",
+        "optimizers; wrap all of them before accelerator.prepare,",
     ): ("tests/integrations/test_accelerate.py::test_what_is_not_wrapped_is_left_to_accelerate"),
     (
         "offload/integrations/axolotl.py",
@@ -170,6 +170,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "offload/integrations/experts.py",
         "copy; split the model before peft has it, or leave them",
     ): ("tests/integrations/test_experts.py::test_frozen_experts_are_packed_section_by_section"),
+    (
+        "offload/integrations/experts.py",
+        "; call join_experts(model) before you change it",
+    ): (
+        "tests/integrations/test_experts_split.py::test_a_config_that_others_have_too_stays_as_it_is"
+    ),
     ("offload/state/distributed_checkpoint.py", "); load its weights alone, with weights="): (
         "tests/durable/test_distributed.py::test_another_model_is_refused"
     ),
@@ -363,7 +369,7 @@ NOT_HERE: dict[tuple[str, str], str] = {
     ("io_engine/manifest.py", "export it with the version that wrote it, and import it here"): (
         "another version of this package"
     ),
-    ("io_engine/probe.py", "leave it out, or see the kernel log"): (
+    ("io_engine/probe.py", "leave this directory out, or see the kernel log"): (
         "a disk that fails while it is measured"
     ),
     ("io_engine/completion_errors.py", "go back to the last commit, on another device"): (

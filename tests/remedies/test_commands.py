@@ -153,7 +153,7 @@ def test_doctor_of_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @about_cpu
-@tries("offload/observe/memory_picture.py", "the trace says nothing of memory; write one with")
+@tries("offload/observe/memory_picture.py", "the trace has no memory figures; write one with")
 def test_a_trace_without_memory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace = Trace()

@@ -113,7 +113,7 @@ def test_the_engine(tmp_path: Path) -> None:
 
 @about_files
 @tries("io_engine/atomic_files.py", "is a folder; name a file in it",
-       "is not a plain file; name another one", "does not exist; create it",
+       "is not a regular file; name another one", "does not exist; create it",
        "or name another file", "is not a folder; name another one, or remove the file")  # fmt: skip
 def test_files_that_are_written(tmp_path: Path) -> None:
     folder, pipe = tmp_path / "folder", tmp_path / "pipe"
@@ -122,7 +122,7 @@ def test_files_that_are_written(tmp_path: Path) -> None:
         write_bytes(folder, b"x")
     write_bytes(folder / "file", b"x")
     os.mkfifo(pipe)
-    with says("is not a plain file; name another one"), replacing(pipe):
+    with says("is not a regular file; name another one"), replacing(pipe):
         pass
     with replacing(tmp_path / "another") as draft:
         draft.write_bytes(b"x")
@@ -170,8 +170,8 @@ def test_no_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [backend.choose(wish)[0] for wish in ("threads", "auto")] == ["threads"] * 2
 
 
-@tries("io_engine/buffers.py", "; ask for less, or raise the address space limit (ulimit -v)",
-       "; lower host_memory, or raise the memory limit of this process's group")  # fmt: skip
+@tries("io_engine/buffers.py", "; use a smaller budget, or raise the address space limit (ulimit",
+       "; lower host_memory, or raise the memory limit of the control group")  # fmt: skip
 def test_memory_limits() -> None:
     run_script("""
         import resource
@@ -184,7 +184,7 @@ def test_memory_limits() -> None:
             buffers.allocate_host(256 << 20, populate=False)
             raise SystemExit("it was allocated")
         except OffloadError as error:
-            assert "ask for less, or raise the address space limit" in str(error), error
+            assert "use a smaller budget, or raise the address space limit" in str(error), error
         with buffers.allocate_host(1 << 20):  # less
             pass
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -219,7 +219,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 @tries("io_engine/contents.py", "); write it again")
-@tries("io_engine/extent_table.py", "has transfers on their way; wait for them first")
+@tries("io_engine/extent_table.py", "has transfers in flight; wait for them first")
 def test_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from overspill.io_engine.contents import Fill
 
@@ -236,12 +236,12 @@ def test_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.read(extent, buffer.array).wait()
         with monkeypatch.context() as patch:
             patch.setattr(engine._dispatcher, "busy_with", lambda extent: True)
-            with says("has transfers on their way; wait for them first"):
+            with says("has transfers in flight; wait for them first"):
                 engine.free(extent)
         engine.free(extent)
 
 
-@tries("io_engine/ranges.py", "bytes; it was cut while in use, or was never whole: get it again")
+@tries("io_engine/ranges.py", "bytes, so it is incomplete or was truncated; get it again")
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     file, whole = tmp_path / "file", tmp_path / "whole"
     whole.write_bytes(np.random.default_rng(0).bytes(65536))
@@ -258,7 +258,7 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
         return data.tobytes()
 
     os.truncate(file, 62000)
-    with says("it was cut while in use, or was never whole: get it again"):
+    with says("so it is incomplete or was truncated; get it again"):
         read()
     shutil.copy(whole, file)
     assert read() == whole.read_bytes()[61440:]

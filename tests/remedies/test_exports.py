@@ -83,8 +83,8 @@ def test_an_export_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             same(model, expected)
 
 
-@tries("io_engine/committed.py", "no commit is whole; start from an export")
-@tries("offload/durable/inspect.py", ": no commit is whole; start from an export")
+@tries("io_engine/committed.py", "no commit is complete; start from an export")
+@tries("offload/durable/inspect.py", ": no commit is complete; start from an export")
 def test_a_store_without_a_whole_commit(tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     store.mkdir()
@@ -92,9 +92,9 @@ def test_a_store_without_a_whole_commit(tmp_path: Path) -> None:
     export.export_store(store, out)
     spoil(store)
     model = net(seed=1)
-    with says("no commit is whole; start from an export"):
+    with says("no commit is complete; start from an export"):
         overspill.resume(model, store, adamw(model), device=CPU)
-    with says("no commit is whole; start from an export"):
+    with says("no commit is complete; start from an export"):
         inspect.repair_store(store)
     with wrapped(model, weights=out) as optimizer:
         optimizer.load_state_dict(out)

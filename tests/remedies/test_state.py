@@ -394,7 +394,7 @@ def test_blocks_in_which_nothing_is_trained() -> None:
 @tries("offload/state/model_state.py", "call overspill.unwrap(model) before close()",
        "load without assign=True, or call overspill.unwrap(model) first")  # fmt: skip
 @tries("offload/params/param_handle.py", "call overspill.unwrap(model) before close()")
-@tries("offload/movement/health.py", "call overspill.unwrap(model) before close() to keep them")
+@tries("offload/movement/health.py", "; build the model again{}")
 def test_after_close() -> None:
     model = net()
     optimizer = wrapped(model)
@@ -404,13 +404,13 @@ def test_after_close() -> None:
         model.load_state_dict(weights, assign=True)
     model.load_state_dict(weights)
     optimizer.close()
-    with says("call overspill.unwrap(model) before close()"):
+    with says("overspill.unwrap(model) before close()"):
         model.state_dict()
-    with says("call overspill.unwrap(model) before close()"):
+    with says("; build the model again (overspill.unwrap(model) before close() keeps them)"):
         model(normal(0, 2, WIDTH))
-    with says("call overspill.unwrap(model) before close()"):
+    with says("; build the model again (overspill.unwrap(model) before close() keeps them)"):
         optimizer.state_dict()
-    with says("call overspill.unwrap(model) before close()"):
+    with says("overspill.unwrap(model) before close()"):
         model[0][0].weight.sum()
     model = net()
     optimizer = wrapped(model)
@@ -459,13 +459,13 @@ def test_conversions(caplog: pytest.LogCaptureFixture) -> None:
         trains(model, optimizer)
 
 
-@tries("offload/state/param_access.py", "tie parameters before wrap, or copy",
+@tries("offload/state/param_access.py", "tie parameters before wrap, or assign a copy",
        "leave that option out and load the model before wrap, or")  # fmt: skip
 def test_weights_that_cannot_be_changed_so() -> None:
     model = net()
     with wrapped(model) as optimizer:
         model[1][0].weight.data = model[0][0].weight.data
-        with says("tie parameters before wrap, or copy"):
+        with says("tie parameters before wrap, or assign a copy"):
             step(model, optimizer)
     model = net()
     model[1][0].weight = model[0][0].weight

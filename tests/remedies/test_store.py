@@ -327,10 +327,10 @@ def test_stripes(tmp_path: Path) -> None:
 
 
 @tries("io_engine/ownership.py", "replace one of them with a copy of its own",
-       "is no plain file of its own, and cannot be a lock; remove it, or choose")  # fmt: skip
+       "cannot be a lock; remove it, or choose")  # fmt: skip
 @tries("io_engine/errors.py", "a folder has the name of the file; remove it, or choose another",
        "none is followed here; remove the link")  # fmt: skip
-@tries("io_engine/manifest.py", "is no plain file; remove it")
+@tries("io_engine/manifest.py", "is not a regular file; remove it")
 def test_files_that_are_not_plain(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
@@ -359,7 +359,7 @@ def test_files_that_are_not_plain(tmp_path: Path) -> None:
     (lock / MANIFEST_NAME).unlink()
     os.mkfifo(lock / MANIFEST_NAME)
     (lock / STORE_NAME).unlink()
-    with says("is no plain file; remove it"):
+    with says("is not a regular file; remove it"):
         run(lock, 0)
     (lock / MANIFEST_NAME).unlink()
     run(lock, 1)[1].close()
@@ -473,3 +473,18 @@ def test_extra_that_cannot_be_read_back(tmp_path: Path) -> None:
     optimizer.commit()
     optimizer.close()
     resumed(two, 2)
+
+
+def test_after_close_of_a_durable_store(tmp_path: Path) -> None:
+    """The message names the call that brings the trained weights back."""
+    model = net()
+    optimizer = wrapped(model, nvme=tmp_path)
+    step(model, optimizer)
+    optimizer.close()
+    with says(f"; build the model again and call overspill.resume(model, {str(tmp_path)!r})"):
+        model(normal(0, 2, WIDTH))
+    model = net()
+    resumed, _ = overspill.resume(model, tmp_path, adamw(model), device=CPU)
+    overspill.unwrap(model)
+    resumed.close()
+    same(model, plain_run(1))

@@ -116,7 +116,7 @@ def test_backward_that_comes_too_late() -> None:
 
 
 @tries("offload/private/trainer.py", "do this in the thread that trains, and hand the result over")
-@tries("offload/private/reentrancy.py", "set a flag there, and look at it between steps")
+@tries("offload/private/reentrancy.py", "set a flag there, and check it between steps")
 def test_other_threads() -> None:
     model = net()
     with wrapped(model) as optimizer:
@@ -146,7 +146,10 @@ def test_other_threads() -> None:
 
 
 @about_sim
-@tries("offload/params/onloaded_units.py", "edit weights inside `with overspill.materialized(")
+@tries(
+    "offload/params/onloaded_units.py",
+    "; assign it between steps, or inside `with overspill.materialized(",
+)
 def test_weights_that_are_replaced_unseen() -> None:
     model = net()
     with wrapped(model, device=SIM) as optimizer:

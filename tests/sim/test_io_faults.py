@@ -118,7 +118,7 @@ def test_a_plain_refusal_is_reported_at_once(
         assert error.errno == code and error.nbytes == 8192
         assert error.path.endswith("overspill.store") and error.offset == extent.pieces[0].offset
         assert engine.stats.retries == 0 and engine.stats.failures == 1
-        with pytest.raises(CorruptionError, match="no whole contents"):
+        with pytest.raises(CorruptionError, match="is incomplete"):
             engine.read(extent, arena.array[:8192]).wait(WAIT_S)
 
 

@@ -113,7 +113,7 @@ def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
     assert os.read(fd, 100) == b"through"
     os.close(fd)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-    with pytest.raises(IoError, match="is not a plain file"), replacing(tmp_path / "pipe"):
+    with pytest.raises(IoError, match="is not a regular file"), replacing(tmp_path / "pipe"):
         pass
 
 

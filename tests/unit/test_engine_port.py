@@ -36,7 +36,7 @@ def test_a_closed_engine_has_no_reason() -> None:
     health = Health()
     asked = engine_port(health)
     health.closed = True
-    with pytest.raises(OffloadError, match=r"has ended$"):
+    with pytest.raises(OffloadError, match=r"has ended(\n|$)"):
         asked.await_update(0)
 
 
@@ -44,7 +44,9 @@ def test_the_first_failure_is_told_once_and_refuses_then() -> None:
     health = Health()
     health.fail(OSError("the disk is full"))
     health.fail(ValueError("what came of it"))
-    with pytest.raises(OffloadError, match="OSError in the background: the disk is full"):
+    with pytest.raises(
+        OffloadError, match="a background operation failed with OSError: the disk is full"
+    ):
         health.check()
     with pytest.raises(OffloadError, match="stopped after an earlier error") as told:
         health.check()

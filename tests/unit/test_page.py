@@ -114,10 +114,10 @@ def test_numbers_that_json_does_not_have_are_none() -> None:
     [
         ({}, "holds no run: run.json is missing"),
         ({"run.json": "{}"}, "holds no run: trace.json is missing"),
-        ({"run.json": "[", "trace.json": ""}, "is no JSON"),
+        ({"run.json": "[", "trace.json": ""}, "is not valid JSON"),
         ({"run.json": '{"model": "m"}', "trace.json": None}, "'steps' is missing"),
         ({"run.json": "5", "trace.json": None}, "'model' is missing"),
-        ({"run.json": "{}", "trace.json": "{}"}, "is no trace of overspill"),
+        ({"run.json": "{}", "trace.json": "{}"}, "is not a trace of overspill"),
     ],
 )
 def test_what_is_no_run_is_said(tmp_path: Path, files: dict[str, str | None], message: str) -> None:

@@ -84,6 +84,7 @@ def test_machines_are_read_and_refused(tmp_path: Path) -> None:
     for text, what in (
         ('{"rates": {}, "gpus": 2}', "unknown key gpus"),
         ('{"rates": {"speed": 1}}', "unknown rate speed"),
+        ('{"name": "x", "h2d_bytes_s": 1}', r"needs its rates in a table; put them in \[rates\]"),
         ('{"rates": {}, "disks": 0}', "disks must be"),
         ("[1]", "expected a table"),
     ):
@@ -121,6 +122,21 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
         "endurance",
     ):
         assert words in text
+
+
+def test_commits_that_are_rarer_write_less(tmp_path: Path) -> None:
+    machine = tmp_path / "roomy.json"
+    machine.write_text(json.dumps({
+        "device_memory": "64MiB", "host_memory": "1GiB", "nvme_memory": "4GB",
+        "rates": {**RATES, "d2h_bytes_s": 1e9, "update_params_s": 1e8, "device_flops_s": 1e12},
+    }))  # fmt: skip
+    written = []
+    for every in ("1", "10"):
+        result = call("plan", "--model", "gpt2-25m", "--rates", str(machine), "--json", "--nvme",
+                      str(tmp_path), "--tokens", "512", "--commit-every", every)  # fmt: skip
+        assert result.exit_code == 0, result.output
+        written.append(json.loads(result.output)["link_bytes"]["write"])
+    assert 0 < written[1] < 0.2 * written[0]
 
 
 def test_bad_input_says_what_would_help(tmp_path: Path) -> None:
@@ -171,3 +187,12 @@ def test_a_plan_of_70_b_needs_little() -> None:
     assert int(done.stdout.splitlines()[-1]) < 1_000_000, "kilobytes of RSS"
     assert after.ru_utime - before.ru_utime < 25, "8 s on a machine with nothing else to do"
     assert "llama-70b" in SHAPES
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML needs Python 3.11")
+def test_a_plan_says_that_it_counts_on_a_loss_in_chunks() -> None:
+    """A head of a model with many tokens: its logits are not counted as a whole."""
+    said = "if the loss is computed in chunks"
+    for tokens, there in (("1024", False), ("8192", True)):
+        text = call("plan", "llama-1b", "--rates", str(MACHINES[0]), "--tokens", tokens).output
+        assert (said in text) == there, text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from overspill.cli.app import app
-from overspill.facts.stats import step_stats
+from overspill.facts.stats import LaneStats, Stats, step_stats
 from overspill.facts.trace import LANES, StepMark, Trace, intersection, length, union
 from overspill.observe.export import load_trace, save_trace
 
@@ -94,7 +94,12 @@ def test_step_stats_from_a_script() -> None:
     assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"read": 8.0}).bound_s == 6.0
     assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"compute": 2.0}).bound_s == 3.0
     assert stats.over_bound == 10 / 6
-    assert stats.explain() == "1.67 times the bound; compute waited for read 0.5 s"
+    assert stats.explain() == (
+        "1.67 times the bound; compute waited for read 0.5 s; 3.5 s outside of the model's forward "
+        "and backward"
+    )
+    busy = {**stats.lanes, "compute": LaneStats(0, 9.2, 0.0)}
+    assert Stats(10.0, 9.2, busy).explain().endswith("waited for read 0.5 s"), "little is not shown"
 
 
 def test_the_oldest_spans_are_forgotten() -> None:
