@@ -13,15 +13,15 @@ from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
 from .failures import one_line_errors
 
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Text, jsonl or a folder; default: Python's own standard library sources."),
+]
+
 
 def train(
     model: opt.Model = DEFAULT_SHAPE,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text, jsonl or a folder; default: Python's own standard library sources."
-        ),
-    ] = None,
+    data: Data = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
     batch: Annotated[int, typer.Option(help="Windows of text per micro-batch.")] = 4,
     seq: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
@@ -82,9 +82,9 @@ def train(
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            activations=activations, commit_every=commit_every,
-            update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
-            prefetch_depth=prefetch_depth, threads=threads, rates=rates, durable=durable,
+            activations=activations, commit_every=commit_every, update=update, threads=threads,
+            max_grad_norm=max_grad_norm, units=units, resident=resident, durable=durable,
+            prefetch_depth=prefetch_depth, rates=rates,
         )  # fmt: skip
         job = Job(
             model=model, data=data, steps=steps, batch=batch, seq=seq, accumulate=accumulate,

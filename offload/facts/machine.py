@@ -57,8 +57,7 @@ class Machine:
         if "rates" not in values:
             if sizes := sorted(set(values) & set(known)):
                 raise ValueError(
-                    f"a file with {', '.join(sizes)} needs its rates in a table; put them in "
-                    "[rates]"
+                    f"a file with {', '.join(sizes)} needs its rates in the table [rates]"
                 )
             return cls(name, Rates.from_values(values))
         unknown = sorted(set(values) - set(known))

@@ -84,7 +84,7 @@ def test_machines_are_read_and_refused(tmp_path: Path) -> None:
     for text, what in (
         ('{"rates": {}, "gpus": 2}', "unknown key gpus"),
         ('{"rates": {"speed": 1}}', "unknown rate speed"),
-        ('{"name": "x", "h2d_bytes_s": 1}', r"needs its rates in a table; put them in \[rates\]"),
+        ('{"name": "x", "h2d_bytes_s": 1}', r"needs its rates in the table \[rates\]"),
         ('{"rates": {}, "disks": 0}', "disks must be"),
         ("[1]", "expected a table"),
     ):
