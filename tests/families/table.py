@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers as hf
@@ -24,10 +25,37 @@ class Family(NamedTuple):
     generates: bool = False
     recomputes: bool = True
     beside: int = 0
+    library: str = "transformers"
 
     def build(self) -> Any:
         torch.manual_seed(0)
+        if self.library == "diffusers":
+            return getattr(importlib.import_module("diffusers"), self.model)(**self.given)
         return getattr(hf, self.model)(getattr(hf, self.config)(**self.given))
+
+    def checkpoint(self, model: Any) -> None:
+        """Let it compute activations again in backward."""
+        if self.library == "diffusers":
+            model.enable_gradient_checkpointing()
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        if self.library != "diffusers":
+            return cast(torch.Tensor, model(**batch).loss)
+        target = batch.pop("target")
+        if "x" in batch:  # a list of latents and of captions, of different sizes
+            batch = {**batch, "x": [batch["x"]], "cap_feats": [batch["cap_feats"]]}  # type: ignore[dict-item]
+        first, *others = tensors(model(**batch, return_dict=False))
+        loss = torch.nn.functional.mse_loss(first, target)
+        return sum((each.square().mean() for each in others), start=loss)
+
+
+def tensors(made: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a model returns."""
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return [tensor for each in made for tensor in tensors(each)]
 
 
 def drawn(seed: int) -> torch.Generator:
