@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-from tests.families.table import FAMILIES
+from tests.families.test_families import ALL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/models.md"
@@ -30,7 +30,7 @@ def run(device: str, out: Path) -> dict[str, Counter[str]]:
         cwd=ROOT, env={**os.environ, "OVERSPILL_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"},
         check=False,
     )  # fmt: skip
-    found = {name: Counter[str]() for name in FAMILIES}
+    found = {name: Counter[str]() for name in ALL}
     for case in ET.parse(report).iter("testcase"):
         name = case.attrib["name"].partition("[")[2].partition("-tight")[0].partition("-ample")[0]
         failed = case.find("failure") is not None or case.find("error") is not None
@@ -46,9 +46,9 @@ def told(ends: Counter[str]) -> str:
 
 
 def table(runs: dict[str, dict[str, Counter[str]]]) -> str:
-    columns = ["model", *runs, "checkpointing", "writes text"]
+    columns = ["model", *runs, "checkpointing", "generates text"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    for name, family in FAMILIES.items():
+    for name, family in ALL.items():
         cells = [f"{name}: `{family.model}`", *(told(found[name]) for found in runs.values())]
         cells += ["yes" if flag else "-" for flag in (family.recomputes, family.generates)]
         lines.append(f"| {' | '.join(cells)} |")

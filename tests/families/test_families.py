@@ -136,3 +136,22 @@ def test_there_are_enough() -> None:
 def test_weights_read_amid_a_unit_that_fills_all_room(update: str, tmp_path: Path) -> None:
     """DeBERTa's layers read a table that belongs to none of them, where one layer just fits."""
     check(FAMILIES["deberta"]._replace(beside=0), "tight cpu", update, "plain", tmp_path)
+
+
+@about_cpu
+@pytest.mark.parametrize("name", ["flux", "stable diffusion"])
+def test_a_wrapped_model_of_diffusers_is_saved(name: str, tmp_path: Path) -> None:
+    """``save_pretrained`` writes the trained weights, wherever they are."""
+    pytest.importorskip("diffusers")
+    model = DIFFUSION[name].build()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, inner, nvme=tmp_path, durable=False, rates=overspill.Rates(),
+                        **places(model, 64 << 10)["tight device"]) as optimizer:  # fmt: skip
+        DIFFUSION[name].loss(model, DIFFUSION[name].batch(0)).backward()
+        optimizer.step()
+        model.save_pretrained(tmp_path / "saved")
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+    again = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in expected.items())
+    fresh = DIFFUSION[name].build().state_dict()
+    assert any(not torch.equal(value, fresh[key]) for key, value in expected.items())

@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LEFT = {
     "trainer": "checkpoint-10/optimizer.pt", "sft_lora": "adapter/adapter_model.safetensors",
     "dpo": "model/model.safetensors", "vision": "", "whisper": "",
+    "flux_lora": "pytorch_lora_weights.safetensors",
     "accelerate_loop": "checkpoint/model.safetensors",
     "lightning_fit": "checkpoints/epoch=1-step=32.ckpt",
 }  # fmt: skip
