@@ -33,8 +33,8 @@ MachineFile = Annotated[
 Tokens = Annotated[
     int | None,
     typer.Option(
-        help=f"Tokens of one micro-batch, for compute; 0 leaves compute out.  Default: --seq times "
-        f"--batch, else {TOKENS}.",
+        help="Tokens of one micro-batch, for compute and activations; 0 leaves both out.  "
+        f"Default: --seq times --batch, else {TOKENS}.",
     ),
 ]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")]

@@ -97,6 +97,7 @@ def of_transformers(tmp_path: Path) -> dict[str, Any]:
         "get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig, "config": config,
         "folder": str(tmp_path / "llama"), "prompt": {"input_ids": ids[:1], "max_new_tokens": 2},
         "model": transformers.LlamaForCausalLM(config), "args": args, "data": data,
+        "batch": {"input_ids": ids},
     }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     (
         "offload/integrations/accelerate.py",
-        "optimizers; wrap all of them before accelerator.prepare,",
+        "optimizers; wrap all that is trained before accelerator.prepare,",
     ): ("tests/integrations/test_accelerate.py::test_what_is_not_wrapped_is_left_to_accelerate"),
     (
         "offload/integrations/axolotl.py",
