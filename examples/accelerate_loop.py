@@ -9,24 +9,21 @@ import sys
 
 import torch
 import words
-from accelerate import Accelerator
 
 import overspill
-from overspill.integrations.accelerate import load_state, save_state  # not the accelerator's
+from overspill.integrations.accelerate import OffloadAccelerator  # in place of Accelerator
 
 tokenizer, model = words.tokenizer(), words.model()
 rows = tokenizer(list(words.lines()["text"]), padding="max_length", max_length=24, truncation=True)
 ids = torch.tensor(rows["input_ids"])
 loader = torch.utils.data.DataLoader(ids, batch_size=8, shuffle=True)
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = OffloadAccelerator(gradient_accumulation_steps=2)
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = overspill.wrap(
     model, inner, device=accelerator.device, host_memory="24MiB", accumulate=2
 )
-model, prepared, loader = accelerator.prepare(
-    model, optimizer, loader, device_placement=[False, False, True]
-)
+model, prepared, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(2):
     for batch in loader:
         with accelerator.accumulate(model):
@@ -37,6 +34,6 @@ for epoch in range(2):
             prepared.step()
             prepared.zero_grad()
     print(f"epoch {epoch + 1}  loss {loss.item():.4f}")
-    save_state(accelerator, f"{sys.argv[1]}/checkpoint")
-load_state(accelerator, f"{sys.argv[1]}/checkpoint")
+    accelerator.save_state(f"{sys.argv[1]}/checkpoint")
+accelerator.load_state(f"{sys.argv[1]}/checkpoint")
 optimizer.close()

@@ -1,15 +1,14 @@
-"""Checkpoints of an ``accelerate`` loop whose model and optimizer are wrapped.
+"""``accelerate`` loops whose models and optimizers are wrapped.
 
-Wrap first, then prepare; accelerate must move neither the model nor the optimizer::
+Use ``OffloadAccelerator`` in place of ``accelerate.Accelerator``, and wrap before ``prepare``::
 
+    accelerator = OffloadAccelerator()
     optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), nvme="/scratch/run")
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, loader, device_placement=[False, False, True]
-    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The rest of the loop stays unchanged, except ``accelerator.save_state`` and ``load_state``, which
-load all weights and state into memory at once.  The functions here write and read the same files
-tensor by tensor.
+The rest of the loop stays unchanged.  With an ordinary ``Accelerator``, pass
+``device_placement=[False, False, True]`` to ``prepare``, and save and load with the functions here:
+``accelerator.save_state`` and ``load_state`` hold all weights and state in memory at once.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from accelerate.accelerator import Accelerator
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
 from torch import nn
 
 from ..durable.files import is_of_weights, write_safetensors, write_torch
@@ -44,6 +44,45 @@ _OF_STATE = re.compile(
 )
 
 
+class OffloadAccelerator(Accelerator):
+    """``accelerate.Accelerator`` that leaves wrapped models and optimizers where they are.
+
+    ``prepare`` places everything else as usual.  If any model is wrapped, ``save_state`` and
+    ``load_state`` write and read the usual files tensor by tensor; see the functions below.
+    """
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        placed = device_placement if _engine_over(model) is None else False
+        prepared: nn.Module = super().prepare_model(model, placed, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        placed = False if isinstance(optimizer, OffloadedOptimizer) else device_placement
+        return super().prepare_optimizer(optimizer, placed)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **more: Any
+    ) -> str:
+        more["safe_serialization"] = safe_serialization
+        if self._any_wrapped():
+            return save_state(self, output_dir, **more)
+        folder: str = super().save_state(output_dir, **more)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *given: Any, **more: Any) -> None:
+        if self._any_wrapped() and not given:
+            load_state(self, input_dir, **more)
+        else:
+            super().load_state(input_dir, *given, **more)
+
+    def _any_wrapped(self) -> bool:
+        return any(_engine_over(self.unwrap_model(each)) is not None for each in self._models)
+
+
 def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: Any) -> str:
     """Save like ``accelerator.save_state``; ``accelerator.load_state`` of a plain run can load it.
 
@@ -55,8 +94,8 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
         The folder.
 
     Raises:
-        OffloadError: a model or an optimizer of the accelerator is not wrapped, or not for safe
-            files.
+        OffloadError: an optimizer of the accelerator, or a model that one trains, is not wrapped;
+            or not for safe files.
         IoError: the folder cannot be written; what was there before is as it was.
         ValueError: ``output_dir`` is missing, or the next automatic name is taken.
     """
@@ -90,7 +129,7 @@ def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, A
     hook = accelerator.register_save_state_pre_hook(take)
     try:
         with ours:
-            accelerator.save_state(str(folder), **more)
+            Accelerator.save_state(accelerator, str(folder), **more)
     finally:
         hook.remove()
     if accelerator.is_main_process:
@@ -176,7 +215,7 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     warning names skipped ones.
 
     Raises:
-        OffloadError: a model or an optimizer of the accelerator is not wrapped.
+        OffloadError: an optimizer of the accelerator, or a model that one trains, is not wrapped.
         ValueError: the files do not fit the model, or no folder is complete.
     """
     project = accelerator.project_configuration
@@ -195,16 +234,18 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     hook = accelerator.register_load_state_pre_hook(take)
     try:
         with ours:
-            accelerator.load_state(input_dir, **more)
+            Accelerator.load_state(accelerator, input_dir, **more)
     finally:
         hook.remove()
     (folder,) = found
     for number, each in enumerate(left):
         model = accelerator.unwrap_model(each)
-        engine = next(engine for wrapped, engine in ours.models if wrapped is model)
+        engine = next((engine for wrapped, engine in ours.models if wrapped is model), None)
         file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
         old = folder / f"{_numbered(MODEL_NAME, number)}.bin"
-        if file.is_file() or not old.is_file():
+        if engine is None and file.is_file():
+            model.load_state_dict(load_file(file))
+        elif engine is not None and (file.is_file() or not old.is_file()):
             engine.load_weights(file, hub=False, part=model)
         else:
             model.load_state_dict(torch.load(old, mmap=True, weights_only=True))
@@ -237,11 +278,16 @@ class _Ours:
         ours = [one for optimizer in made if isinstance(optimizer, OffloadedOptimizer)
                 for one in optimizer.all_optimizers]  # fmt: skip
         self.optimizers = [one for each in inner for one in ours if one is each]
-        lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
+        trained = {id(p) for each in inner for g in each.param_groups for p in g["params"]}
+        plain = [m for m in found if _engine_over(m) is None]
+        lacking = len(self.optimizers) < len(inner) or any(
+            id(p) in trained for model in plain for p in model.parameters()
+        )
         if lacking or not self.models:
             raise LifecycleError(
-                "save_state and load_state are for wrapped models and optimizers; wrap all of them "
-                "before accelerator.prepare, or use the accelerator's own save_state and load_state"
+                "save_state and load_state are for wrapped models and optimizers; wrap all that is "
+                "trained before accelerator.prepare, or use the accelerator's own save_state and "
+                "load_state"
             )
 
     def __enter__(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.integrations import accelerate as streaming
-from tests.devices import CPU, SIM, normal
+from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import TinyLM, adamw, batch
 from tests.parity.nets import PLACES, WIDTH, Net, adam
 
@@ -204,7 +204,7 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for use in (streaming.save_state, streaming.load_state):
-        with pytest.raises(OffloadError, match="wrap every model"):
+        with pytest.raises(OffloadError, match="wrap all that is"):
             use(run.accelerator, str(tmp_path))
     model = nn.Linear(4, 4)
     with overspill.wrap(
@@ -222,7 +222,7 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
             accelerator.prepare(model, inner, device_placement=[False, False])
         with overspill.wrap(model, inner, device="cpu", host_memory="1MiB") as optimizer:
             if late:
-                with pytest.raises(OffloadError, match="wrap all of them before"):
+                with pytest.raises(OffloadError, match="wrap all that is trained before"):
                     streaming.save_state(accelerator, str(tmp_path / "late"))
             else:
                 accelerator.prepare(model, optimizer, device_placement=[False, False])
@@ -311,3 +311,41 @@ def test_a_modules_own_state_is_saved(tmp_path: Path, monkeypatch: pytest.Monkey
     plain = Run(tmp_path / "plain")
     plain.accelerator.load_state(folder)
     assert plain.model.count == 7.0
+
+
+def test_one_line_is_enough(tmp_path: Path) -> None:
+    """``OffloadAccelerator`` places what is not wrapped, and streams checkpoints by itself."""
+    set_seed(0)
+    accelerator = streaming.OffloadAccelerator(cpu=True)
+    accelerator.state.device = torch.device(DEVICE)
+    model, encoder = TinyLM(), nn.Linear(4, 4)
+    optimizer = overspill.wrap(model, adamw(model), nvme=tmp_path, **TIGHT)
+    reads = optimizer.state_dict  # accelerate would read, move and load all of it
+    optimizer.state_dict = None  # type: ignore[method-assign, assignment]
+    moved, frozen, prepared = accelerator.prepare(model, encoder, optimizer)
+    optimizer.state_dict = reads  # type: ignore[method-assign]
+    assert moved is model and frozen.weight.device.type == torch.device(DEVICE).type
+    accelerator.backward(model(*(t.to(DEVICE) for t in batch(0))))
+    prepared.step()
+    prepared.zero_grad()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = encoder.weight.detach().clone()
+    accelerator.save_state(str(tmp_path / "saved"))
+    with torch.no_grad():
+        encoder.weight.zero_()
+    accelerator.backward(model(*(t.to(DEVICE) for t in batch(1))))
+    prepared.step()
+    assert any(not torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+    assert torch.equal(encoder.weight, kept), "models that are not wrapped are saved, too"
+    optimizer.close()
+
+
+def test_without_a_wrapped_model_it_is_accelerates_own(tmp_path: Path) -> None:
+    accelerator = streaming.OffloadAccelerator(cpu=True)
+    model = TinyLM()
+    accelerator.prepare(model, adamw(model))
+    accelerator.save_state(str(tmp_path / "saved"))
+    assert (tmp_path / "saved/model.safetensors").is_file()
+    accelerator.load_state(str(tmp_path / "saved"))
