@@ -118,7 +118,7 @@ def test_contents_do_not_outlive_their_extent(open_engine: Open) -> None:
             engine.free(extent)
             freed = True
         except OffloadError as error:
-            assert "on their way" in str(error)
+            assert "in flight" in str(error)
         ticket.wait(WAIT_S)
         engine.wait_all()
         if not freed:

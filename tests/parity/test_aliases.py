@@ -301,8 +301,8 @@ def another_gradient(model: Any, optimizer: Any) -> None:
 
 REFUSED: dict[Loop, str] = {
     other_memory: "other memory",
-    a_kept_gradient: "was kept",
-    another_gradient: "of another parameter",
+    a_kept_gradient: "was dropped from p.grad",
+    another_gradient: "belongs to another parameter",
 }
 
 

@@ -164,7 +164,7 @@ def test_a_budget_far_away_is_written(tmp_path: Path) -> None:
     trace.mark_step(1, 100)
     draw_memory(trace, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 5000
-    with pytest.raises(overspill.OffloadError, match="nothing of memory"):
+    with pytest.raises(overspill.OffloadError, match="no memory figures"):
         silent = Trace(origin_ns=0)
         silent.mark_step(1, 100)
         draw_memory(silent, tmp_path / "none.png")
