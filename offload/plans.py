@@ -106,17 +106,7 @@ def make_blueprint(
     check_devices(model, accelerator)
     check_packed(model, accelerator)
     check_moments(optimizer, config)
-    groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    whole = {number for number, rule in enumerate(rules) if is_whole(rule)}
-    records = [r.state_fields(torch.float32, None, config.moments)
-               for number, r in enumerate(rules) if number not in whole]  # fmt: skip
-    granule = max(map(granule_of, records), default=1)
-    parts = partition(
-        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
-    )
-    if config.frozen is not None:
-        kept = adapter_parameters(model) | _named(model, config.resident or ())
-        parts = with_pages(model, parts, config.frozen, kept)
+    parts = _parts_of(model, optimizer, rules, config)
     budgets = _budgets(config, accelerator, machine)
     coupled = next((rule for rule in rules if isinstance(rule, CoupledRule)), None)
     update = _update_mode(config.update, coupled)
@@ -162,6 +152,24 @@ def make_blueprint(
     if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
         plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
+
+
+def _parts_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rules: Sequence[Rule], config: OffloadConfig
+) -> Partition:
+    """Divide the model into units, and its parameters into chunks and packed weights."""
+    groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    whole = {number for number, rule in enumerate(rules) if is_whole(rule)}
+    records = [r.state_fields(torch.float32, None, config.moments)
+               for number, r in enumerate(rules) if number not in whole]  # fmt: skip
+    granule = max(map(granule_of, records), default=1)
+    parts = partition(
+        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
+    )
+    if config.frozen is not None:
+        kept = adapter_parameters(model) | _named(model, config.resident or ())
+        parts = with_pages(model, parts, config.frozen, kept)
+    return parts
 
 
 def _budgets(config: OffloadConfig, accelerator: Accelerator, machine: Machine | None) -> Budgets:

@@ -15,7 +15,7 @@ from .formats import UNSIGNED_MOMENTS
 from .joint import JointOptimizer
 from .rule import Rule, is_whole
 from .single_step import UnsuitableError, attributes_of, name_of
-from .streamed import StreamedRule, sharing
+from .streamed import StreamedRule
 from .streamed_trial import trial
 from .untrained import NoOptimizer
 
@@ -130,7 +130,7 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     if isinstance(optimizer, NoOptimizer):
         return ()
     if isinstance(optimizer, JointOptimizer):
-        return sharing(rule for each in optimizer.optimizers for rule in rules_for(each))
+        return tuple(rule for each in optimizer.optimizers for rule in rules_for(each))
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(
@@ -175,7 +175,7 @@ def _streamed(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     known = _TRIED.get(optimizer)
     if known is None or known[0] != options:
         try:
-            known = options, sharing(trial(optimizer))
+            known = options, trial(optimizer)
         except UnsuitableError as error:
             raise TypeError(
                 f"{name_of(optimizer)} cannot be used: {error}. Use an optimizer whose step needs "

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -315,19 +315,16 @@ class StreamedRule:
         return scaled.copy_(grad).mul_(scale)
 
 
-Shared = TypeVar("Shared", bound=Rule)
-
-
-def sharing(rules: Iterable[Shared]) -> tuple[Shared, ...]:
-    """Return rules that are never used at the same time, so that they share one copy of a gradient.
+def share_scratch(rules: Iterable[Rule]) -> None:
+    """Let the rules of one engine, which are never used at the same time, share one copy of a
+    gradient.
 
     It is as large as the largest gradient; see ``WholeUpdates.memory``.
     """
-    found = tuple(rules)
-    streamed = [rule for rule in found if isinstance(rule, StreamedRule)]
-    for rule in streamed:
-        rule._scratch = streamed[0]._scratch
-    return found
+    scratch: dict[torch.device, Tensor] = {}
+    for rule in rules:
+        if isinstance(rule, StreamedRule):
+            rule._scratch = scratch
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from .streamed import Answers, Quiet, StreamedRule
 # User-defined rules run only on the CPU, since they may read memory by its address.
 #
 # Some steps do more work than others (a projection is refreshed), so the mean of several is used.
+# This takes long if there are many shapes.  Of further ones a single step is counted, and at least
+# as much work and memory is assumed as the most similar of the other shapes has for its size.
 
 # FLOPs of factorizations of an m x n matrix, m >= n (Golub and Van Loan, Matrix Computations).
 _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
@@ -43,7 +45,7 @@ _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
 }
 
 _STEPS = 10
-_MANY_SHAPES = 8  # of a rule; one step is counted of each further one, since a step may be slow
+_MANY_SHAPES = 8  # of a rule with the same number of dimensions
 _LEAST_BYTES = 12  # per element: gradient and weight are read, the weight is written
 _SMALL = 2**14  # elements of a parameter whose step runs on the CPU
 
@@ -150,8 +152,7 @@ def update_cost(
     if isinstance(rule, StreamedRule):
         costs = _COUNTED.setdefault(rule, {})
         if shape not in costs:
-            steps = _STEPS if len(costs) < _MANY_SHAPES else 1
-            costs[shape] = _estimated(shape, partial(_cost_of_steps, rule, steps), DEVICES)
+            costs[shape] = _of_own_step(rule, shape, costs)
         return costs[shape]
 
     def run(device: str, size: tuple[int, ...]) -> UpdateCost:
@@ -171,6 +172,27 @@ def update_cost(
         return counter.cost
 
     return _estimated(shape, run, DEVICES if is_own_code(rule) else DEVICES[1:])
+
+
+def _of_own_step(
+    rule: StreamedRule, shape: tuple[int, ...], known: Mapping[tuple[int, ...], UpdateCost]
+) -> UpdateCost:
+    """Return the work of an optimizer's own step; see Note [Cost of an update]."""
+    counted = [other for other in known if len(other) == len(shape)][:_MANY_SHAPES]
+    many = len(counted) == _MANY_SHAPES and math.prod(shape) > 0
+    cost = _estimated(shape, partial(_cost_of_steps, rule, 1 if many else _STEPS), DEVICES)
+    if not many:
+        return cost
+
+    def unlike(other: tuple[int, ...]) -> float:
+        return sum(abs(math.log(max(1, a) / b)) for a, b in zip(other, shape, strict=True))
+
+    similar = min(counted, key=unlike)
+    like = _scaled(known[similar], math.prod(shape) / max(1, math.prod(similar)))
+    return UpdateCost(
+        max(cost.flops, like.flops), max(cost.moved_bytes, like.moved_bytes),
+        max(cost.temporary_bytes, like.temporary_bytes), cost.dtype or like.dtype,
+    )  # fmt: skip
 
 
 def _cost_of_steps(
@@ -222,5 +244,11 @@ def _scaled(cost: UpdateCost, more: float) -> UpdateCost:
 
 def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape of about the same proportions with about ``_SMALL`` elements at most."""
-    share = min(1.0, (_SMALL / math.prod(shape)) ** (1 / len(shape)))
-    return tuple(max(1, round(size * share)) for size in shape)
+    small, room, numel = list(shape), float(_SMALL), math.prod(shape)
+    ascending = sorted(range(len(shape)), key=shape.__getitem__)
+    for done, at in enumerate(ascending):  # what a short dimension cannot save, a long one must
+        share = min(1.0, (room / numel) ** (1 / (len(shape) - done)))
+        numel //= shape[at]
+        small[at] = max(1, round(shape[at] * share))
+        room /= small[at]
+    return tuple(small)

@@ -20,7 +20,7 @@ from ..optim.coupled import CoupledRule
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
 from ..optim.rule import is_whole
-from ..optim.streamed import StreamedRule
+from ..optim.streamed import StreamedRule, share_scratch
 from ..planning.plan import host_grad_dtype
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -96,6 +96,7 @@ class Updater:
             rules: by param group.
         """
         self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
+        share_scratch(rules)
         self.grads = GradLayout(layout.units, accumulated)
         self._group_of = {
             s.index: chunk.group for u in layout.units for chunk in u.chunks for s in chunk.params

@@ -15,8 +15,8 @@ from ..facts.tier import Tier
 from ..schedule.arena import Place
 from ..schedule.layout import Layout, Regions, SavedRoom, UnitHome
 from ..schedule.units import PAGE, Unit, align
+from ..schedule.visits import MATRIX_FLOPS, visit_of
 from ..schedule.visits import SLOTS as VISIT_SLOTS
-from ..schedule.visits import visit_of
 from .partition import Partition
 from .placement import STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
@@ -155,11 +155,11 @@ class _Planner(Placement):
             self.visit_slots = min(VISIT_SLOTS, max(1, room // self.visit_slot))
         return self.visit_slot * self.visit_slots
 
-    def _has_products(self, unit: Unit) -> bool:
-        """Return whether the CPU must update a unit: matrices, if the device has no room for the
-        temporaries of their products, and parameters of coupled optimizers."""
+    def _has_host_products(self, unit: Unit) -> bool:
+        """Return whether the CPU updates a unit with many products: the device has no room for
+        their temporaries, or a coupled optimizer steps all parameters in host memory."""
         return any(
-            s.flops and not (self.needs.matrices_visit and s.matrix)
+            s.flops > MATRIX_FLOPS * s.count and not (self.needs.matrices_visit and s.matrix)
             for s in self.subgroups[unit.index]
         )
 
@@ -171,7 +171,7 @@ class _Planner(Placement):
         if self.needs.durable:
             return  # commits are written from host memory
         for unit in self.order:
-            if unit.index in self.pages_there or self._has_products(unit):
+            if unit.index in self.pages_there or self._has_host_products(unit):
                 continue
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if not self.resident[unit.index]:

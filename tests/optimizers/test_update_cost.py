@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from overspill.optim.averaged import AveragedRule
 from overspill.optim.joint import JointOptimizer
 from overspill.optim.muon import MuonRule
 from overspill.optim.registry import rules_for
-from overspill.optim.streamed import RECORD
+from overspill.optim.streamed import RECORD, share_scratch
 from overspill.optim.update_cost import _shrunk, update_cost
 from overspill.planning.bounds import device_update_flops, updated_on_device
-from tests.devices import CPU, SIM, about_cpu, plainly
+from tests.devices import CPU, SIM, about_cpu, normal, plainly
 
 from .test_muon import matrices, train
 
@@ -160,11 +160,85 @@ def test_counting_does_not_take_long() -> None:
     assert Slow.steps == before, "known"
 
 
+class Now(torch.optim.Optimizer):
+    """Multiplies in every tenth step only, as a projection is refreshed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            update = p.grad
+            if state["step"] % 10 == 0:
+                for _ in range(40):
+                    update = p.grad @ (p.grad.T @ update)
+            p.sub_(update, alpha=0.01)
+
+
+def test_work_now_and_then_is_counted_of_every_shape() -> None:
+    inner = Now([nn.Parameter(torch.zeros(64, 64))])
+    rule: Any = rules_for(inner)[0]
+    first, *_, last = (
+        update_cost(rule, inner.param_groups[0], (256, 240 + n), torch.float32) for n in range(12)
+    )
+    assert first.flops > 0 and first.dtype == torch.float32
+    assert last.flops == pytest.approx(first.flops, rel=0.1) and last.dtype == first.dtype
+    assert last.temporary_bytes == pytest.approx(first.temporary_bytes, rel=0.1)
+    bias = update_cost(rule, inner.param_groups[0], (251,), torch.float32)
+    assert not bias.flops, "a vector is not scaled from matrices"
+
+
+class Scaled(nn.Module):
+    """Has a trained number, as the temperature of CLIP is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.linear(x) * self.scale)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adafactor])
+def test_a_parameter_without_dimensions(kind: Any) -> None:
+    plain, model = Scaled(), Scaled()
+    model.load_state_dict(plain.state_dict())
+    its = plainly(kind, plain.parameters(), lr=0.01)
+    inner = kind(model.parameters(), lr=0.01)
+    with overspill.wrap(model, inner, device=CPU, host_memory="4MiB", rates=overspill.Rates()) as o:
+        for number in range(3):
+            for net, optimizer in ((plain, its), (model, o)):
+                net(normal(number, 4, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(v, plain.state_dict()[n]) for n, v in model.state_dict().items())
+
+
+@about_cpu
+def test_few_products_do_not_keep_state_from_the_device() -> None:
+    """Adafactor multiplies a row by a column, which the CPU need not do."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    inner = torch.optim.Adafactor(model.parameters())
+    plan = overspill.plan(
+        model, inner, device=SIM, device_memory="8MiB", host_memory="512KiB", durable=False,
+        rates=overspill.Rates(),
+    )  # fmt: skip
+    layout = plan.detail.layout
+    assert plan.fits and layout is not None
+    assert any(record.flops for record in layout.records)
+    assert updated_on_device(layout) == {record.index for record in layout.records}
+
+
 def test_a_small_tensor_has_the_proportions_of_the_large_one() -> None:
-    for shape in ((128256, 4096), (4096, 14336), (512, 512, 3, 3), (10_000_000,), (7, 5)):
+    thin = (1, 10**9)
+    shapes = ((128256, 4096), (4096, 14336), (512, 512, 3, 3), (10_000_000,), (7, 5), thin, ())
+    for shape in shapes:
         small = _shrunk(shape)
         assert small == shape or torch.Size(small).numel() < 2**15
-        if len(shape) == 2:
+        if len(shape) == 2 and shape != thin:
             assert small[0] / small[1] == pytest.approx(shape[0] / shape[1], rel=0.05)
 
 
@@ -174,6 +248,10 @@ def test_param_groups_share_one_copy_of_a_gradient() -> None:
     lists = [torch.optim.RMSprop([{"params": [p]} for p in params[:2]]),
              torch.optim.NAdam(params[2:])]  # fmt: skip
     rules: Any = rules_for(JointOptimizer(lists))
+    share_scratch(rules_for(lists[0]))
+    assert rules[0]._scratch is rules[1]._scratch, "of one engine"
+    assert rules[0]._scratch is not rules[2]._scratch, "of none, though they were planned together"
+    share_scratch(rules)
     for rule, p in zip(rules, params, strict=True):
         shape = tuple(p.shape)
         state = {"master_lo": torch.zeros(shape, dtype=torch.int16), RECORD: rule.stored({}, shape)}
