@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.accelerator import Accelerator
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import nn
 
 from ..durable.files import is_of_weights, write_safetensors, write_torch
@@ -48,13 +49,14 @@ class OffloadAccelerator(Accelerator):
     """``accelerate.Accelerator`` that leaves wrapped models and optimizers where they are.
 
     ``prepare`` places everything else as usual.  If any model is wrapped, ``save_state`` and
-    ``load_state`` write and read the usual files tensor by tensor; see the functions below.
+    ``load_state`` write and read the usual files tensor by tensor; see the functions below.  The
+    names in the files are those of the model without ``torch.compile``.
     """
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        placed = device_placement if _engine_over(model) is None else False
+        placed = device_placement if _engine_over(_plain(self, model)) is None else False
         prepared: nn.Module = super().prepare_model(model, placed, evaluation_mode)
         return prepared
 
@@ -69,18 +71,21 @@ class OffloadAccelerator(Accelerator):
     ) -> str:
         more["safe_serialization"] = safe_serialization
         if self._any_wrapped():
-            return save_state(self, output_dir, **more)
+            return _save_state(self, super().save_state, output_dir, more)
         folder: str = super().save_state(output_dir, **more)
         return folder
 
-    def load_state(self, input_dir: str | None = None, *given: Any, **more: Any) -> None:
-        if self._any_wrapped() and not given:
-            load_state(self, input_dir, **more)
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Any = None, **more: Any
+    ) -> None:
+        load = super().load_state
+        if self._any_wrapped():
+            _load_state(self, load, input_dir, {"load_kwargs": load_kwargs, **more})
         else:
-            super().load_state(input_dir, *given, **more)
+            load(input_dir, load_kwargs, **more)
 
     def _any_wrapped(self) -> bool:
-        return any(_engine_over(self.unwrap_model(each)) is not None for each in self._models)
+        return any(_engine_over(_plain(self, each)) is not None for each in self._models)
 
 
 def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: Any) -> str:
@@ -94,18 +99,28 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
         The folder.
 
     Raises:
-        OffloadError: an optimizer of the accelerator, or a model that one trains, is not wrapped;
-            or not for safe files.
+        OffloadError: an optimizer of the accelerator, or a model that one trains, is not wrapped.
         IoError: the folder cannot be written; what was there before is as it was.
-        ValueError: ``output_dir`` is missing, or the next automatic name is taken.
+        ValueError: ``output_dir`` is missing, the next automatic name is taken, or other files
+            than safetensors are asked for.
     """
+    if isinstance(accelerator, OffloadAccelerator):
+        return accelerator.save_state(output_dir, **more)
+    return _save_state(accelerator, accelerator.save_state, output_dir, more)
+
+
+def _save_state(
+    accelerator: Accelerator, save: Callable[..., Any], output_dir: str | None,
+    more: dict[str, Any],
+) -> str:  # fmt: skip
+    """Save with ``save``, the accelerator's own method, what is not streamed."""
     if not more.get("safe_serialization", True):
-        raise LifecycleError("save_state writes safetensors only; leave safe_serialization out")
+        raise ValueError("save_state writes safetensors only; leave safe_serialization out")
     ours, naming = _Ours(accelerator), _Naming(accelerator, output_dir)
     if accelerator.num_processes > 1:  # several processes write to one folder
         with naming:
             make_folder(naming.folder)
-            _save(accelerator, ours, naming.folder, more)
+            _save(accelerator, save, ours, naming.folder, more)
     else:
         with (
             naming,
@@ -113,13 +128,16 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
                 naming.folder, is_part=_is_of_state, is_entry=_is_entry, beside=naming.beside
             ) as draft,
         ):
-            _save(accelerator, ours, draft, more)
+            _save(accelerator, save, ours, draft, more)
     if accelerator.is_main_process:
         naming.remove_oldest()
     return str(naming.folder)
 
 
-def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, Any]) -> None:
+def _save(
+    accelerator: Accelerator, save: Callable[..., Any], ours: _Ours, folder: Path,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
     left: list[dict[str, Any]] = []
 
     def take(models: Any, states: list[dict[str, Any]], path: str) -> None:
@@ -129,7 +147,7 @@ def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, A
     hook = accelerator.register_save_state_pre_hook(take)
     try:
         with ours:
-            Accelerator.save_state(accelerator, str(folder), **more)
+            save(str(folder), **more)
     finally:
         hook.remove()
     if accelerator.is_main_process:
@@ -218,6 +236,17 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
         OffloadError: an optimizer of the accelerator, or a model that one trains, is not wrapped.
         ValueError: the files do not fit the model, or no folder is complete.
     """
+    if isinstance(accelerator, OffloadAccelerator):
+        accelerator.load_state(input_dir, **more)
+    else:
+        _load_state(accelerator, accelerator.load_state, input_dir, more)
+
+
+def _load_state(
+    accelerator: Accelerator, load: Callable[..., Any], input_dir: str | None,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
+    """Load with ``load``, the accelerator's own method, what is not streamed."""
     project = accelerator.project_configuration
     if input_dir is None and project.automatic_checkpoint_naming:
         newest = newest_complete(Path(accelerator.project_dir) / CHECKPOINTS, FOLDER, REQUIRED)
@@ -234,17 +263,17 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     hook = accelerator.register_load_state_pre_hook(take)
     try:
         with ours:
-            Accelerator.load_state(accelerator, input_dir, **more)
+            load(input_dir, **more)
     finally:
         hook.remove()
     (folder,) = found
     for number, each in enumerate(left):
-        model = accelerator.unwrap_model(each)
+        model = _plain(accelerator, each)
         engine = next((engine for wrapped, engine in ours.models if wrapped is model), None)
         file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
         old = folder / f"{_numbered(MODEL_NAME, number)}.bin"
         if engine is None and file.is_file():
-            model.load_state_dict(load_file(file))
+            load_model(model, file)
         elif engine is not None and (file.is_file() or not old.is_file()):
             engine.load_weights(file, hub=False, part=model)
         else:
@@ -255,6 +284,12 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
 
 def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
+
+
+def _plain(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model without what accelerate and ``torch.compile`` have put around it."""
+    plain: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return plain
 
 
 def _engine_over(model: nn.Module) -> Engine | None:
@@ -269,7 +304,7 @@ class _Ours:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        found = [accelerator.unwrap_model(each) for each in accelerator._models]
+        found = [_plain(accelerator, each) for each in accelerator._models]
         inner = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
         self.models = [(m, engine) for m in found if (engine := _engine_over(m)) is not None]
         engines = list({id(engine): engine for _, engine in self.models}.values())
@@ -286,7 +321,7 @@ class _Ours:
         if lacking or not self.models:
             raise LifecycleError(
                 "save_state and load_state are for wrapped models and optimizers; wrap all that is "
-                "trained before accelerator.prepare, or use the accelerator's own save_state and "
+                "trained before accelerator.prepare, or use accelerate.Accelerator.save_state and "
                 "load_state"
             )
 
@@ -296,7 +331,7 @@ class _Ours:
         self._accelerator.__dict__["get_state_dict"] = self._state_dict
 
     def _state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        found: dict[str, Any] = self._accelerator.unwrap_model(model).state_dict(keep_vars=True)
+        found: dict[str, Any] = _plain(self._accelerator, model).state_dict(keep_vars=True)
         return found
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.integrations import accelerate as streaming
-from tests.devices import CPU, DEVICE, SIM, normal
+from tests.devices import CPU, DEVICE, SIM, about_cpu, normal
 from tests.models import TinyLM, adamw, batch
 from tests.parity.nets import PLACES, WIDTH, Net, adam
 
@@ -212,7 +212,7 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
     ):
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(model, device_placement=[False])
-        with pytest.raises(OffloadError, match="safetensors"):
+        with pytest.raises(ValueError, match="safetensors"):
             streaming.save_state(accelerator, str(tmp_path), safe_serialization=False)
     for late in (False, True):  # not all were wrapped before prepare
         model = nn.Linear(4, 4)
@@ -245,7 +245,7 @@ def test_a_number_that_is_taken(tmp_path: Path) -> None:
 def test_a_folder_is_written_again(tmp_path: Path) -> None:
     run = Run(tmp_path / "out", TIGHT)
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
-    with pytest.raises(OffloadError, match="safetensors only; leave safe_serialization out"):
+    with pytest.raises(ValueError, match="safetensors only; leave safe_serialization out"):
         streaming.save_state(run.accelerator, str(tmp_path / "kept"), safe_serialization=False)
     for number in (2, 4):
         run.train(count=number)
@@ -313,6 +313,56 @@ def test_a_modules_own_state_is_saved(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plain.model.count == 7.0
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+
+@about_cpu
+def test_a_compiled_model_stays_and_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_seed(0)
+    accelerator = streaming.OffloadAccelerator(cpu=True)
+    model = TinyLM()
+    optimizer = overspill.wrap(model, adamw(model), nvme=tmp_path, **OTHER)
+    compiled: Any = torch.compile(model, backend="eager")
+    moves = []
+    monkeypatch.setattr(type(compiled), "to", lambda *given: moves.append(given), raising=False)
+    made, prepared = accelerator.prepare(compiled, optimizer)
+    assert made is compiled and not moves
+    accelerator.backward(made(*batch(0)))
+    prepared.step()
+    prepared.zero_grad()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    streamed, save = [], streaming._save_state
+    monkeypatch.setattr(streaming, "_save_state", lambda *a: streamed.append(a) or save(*a))
+    accelerator.save_state(str(tmp_path / "saved"))
+    assert len(streamed) == 1
+    accelerator.backward(made(*batch(1)))
+    prepared.step()
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+    optimizer.close()
+
+
+def test_a_subclass_adds_its_own_files(tmp_path: Path) -> None:
+    class Mine(Accelerator):
+        def save_state(self, output_dir: Any = None, *given: Any, **more: Any) -> str:
+            folder: str = super().save_state(output_dir, *given, **more)
+            (Path(folder) / "random_states_9.pkl").write_bytes(b"mine")
+            return folder
+
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, **TIGHT) as optimizer:
+        accelerator = Mine(cpu=True)
+        accelerator.prepare(model, optimizer, device_placement=[False, False])
+        streaming.save_state(accelerator, str(tmp_path / "saved"))
+    assert (tmp_path / "saved/random_states_9.pkl").read_bytes() == b"mine"
+
+
 def test_one_line_is_enough(tmp_path: Path) -> None:
     """``OffloadAccelerator`` places what is not wrapped, and streams checkpoints by itself."""
     set_seed(0)
@@ -323,21 +373,25 @@ def test_one_line_is_enough(tmp_path: Path) -> None:
     reads = optimizer.state_dict  # accelerate would read, move and load all of it
     optimizer.state_dict = None  # type: ignore[method-assign, assignment]
     moved, frozen, prepared = accelerator.prepare(model, encoder, optimizer)
+    tied = Tied()
+    accelerator.prepare(tied)
     optimizer.state_dict = reads  # type: ignore[method-assign]
     assert moved is model and frozen.weight.device.type == torch.device(DEVICE).type
     accelerator.backward(model(*(t.to(DEVICE) for t in batch(0))))
     prepared.step()
     prepared.zero_grad()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    kept = encoder.weight.detach().clone()
+    kept, of_tied = encoder.weight.detach().clone(), tied.first.weight.detach().clone()
     accelerator.save_state(str(tmp_path / "saved"))
     with torch.no_grad():
         encoder.weight.zero_()
+        tied.first.weight.zero_()
     accelerator.backward(model(*(t.to(DEVICE) for t in batch(1))))
     prepared.step()
     assert any(not torch.equal(v, expected[n]) for n, v in model.state_dict().items())
-    accelerator.load_state(str(tmp_path / "saved"))
+    accelerator.load_state(str(tmp_path / "saved"), None)
     assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+    assert torch.equal(tied.last.weight, of_tied) and tied.last.weight is tied.first.weight
     assert torch.equal(encoder.weight, kept), "models that are not wrapped are saved, too"
     optimizer.close()
 
