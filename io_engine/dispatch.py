@@ -184,9 +184,7 @@ class Dispatcher:
         try:
             self._backend.submit(flight.id, flight.write, flight.urgent, flight.segments)
         except Exception as error:
-            self._refuse(
-                flight, LifecycleError(f"the {self._backend.name} backend refused: {error}")
-            )
+            self._refuse(flight, IoError(f"the {self._backend.name} backend refused: {error}"))
             self._backend.wake()
             return
         flight.submitted = True

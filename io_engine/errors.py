@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno as codes
 import os
 import sys
@@ -24,7 +25,7 @@ class OffloadError(Exception):
 
 
 class LifecycleError(OffloadError):
-    """What was called does not fit the state of its engine, which is closed, in use or asleep."""
+    """What was called does not fit the state of its engine: closed, failed, in use or asleep."""
 
     section = "wrapping-and-closing"
 
@@ -86,7 +87,7 @@ class CorruptionError(IoError):
 
 def _rebuild(kind: type[IoError], message: str, attributes: dict[str, object]) -> IoError:
     error = kind(message)
-    error.__dict__.update(attributes)
+    error.__dict__.update(copy.deepcopy(attributes))  # so that errors do not share their notes
     return error
 
 

@@ -311,7 +311,7 @@ class RangeReader:
                 except OffloadError as raised:
                     error = raised
                 except BaseException as raised:
-                    error = LifecycleError(f"{type(raised).__name__}: {raised}")
+                    error = IoError(f"{type(raised).__name__}: {raised}")
             with self._changed:
                 job.error = job.error or error
                 job.left -= 1

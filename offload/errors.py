@@ -74,6 +74,10 @@ class BudgetError(OffloadError):
         of = have if of_bytes == have_bytes else format_bytes(of_bytes)
         super().__init__(f"{what} needs {need} of {tier} memory; {have} of {of} is free; {remedy}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        given = self.what, self.tier, self.need_bytes, self.have_bytes, self.of_bytes, self.remedy
+        return type(self), given, self.__dict__
+
 
 class ActivationError(OffloadError):
     """What autograd saved cannot be used, or a recomputation differs from the forward."""
@@ -112,7 +116,7 @@ class ModelError(OffloadError):
 
 
 class OptimizerStateError(OffloadError):
-    """The optimizer, its groups or its state were changed in a way that cannot be followed."""
+    """The optimizer, its groups or its state were changed in a way that is not supported."""
 
     section = "optimizer-and-parameter-groups"
 

@@ -202,7 +202,7 @@ def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str |
     written = plan.link_bytes.get("write", 0)
     if written:
         days = endurance_days(plan, endurance)
-        worn = "" if days is None else f"; the disks' endurance lasts {days:,.0f} days of training"
+        worn = "" if days is None else f"; the disks' endurance lasts {days:,.1f} days of training"
         lines.append(f"writes {format_bytes(written)} a step{worn}")
     return lines
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ExportError, OffloadError
+from ..errors import CorruptionError, OffloadError
 from ..io_engine.native import crc32
 
 SUMS = "overspill.export.json"
@@ -46,7 +46,8 @@ def read_sums(folder: Path) -> tuple[int, dict[str, Written]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise ExportError(f"{folder / SUMS} is damaged; export again, or copy it again")
+        path = folder / SUMS
+        raise CorruptionError(f"{path} is damaged; export again, or copy it again", path=str(path))
     return step, files
 
 

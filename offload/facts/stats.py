@@ -85,7 +85,7 @@ class Stats:
         above = "no bound known" if ratio is None else f"{ratio:.2f} times the bound"
         waited = f"{above}; compute waited for {', '.join(named) or 'nothing'}"
         outside_s = self.step_s - self.compute.busy_s - sum(seconds for seconds, _ in stalls)
-        if outside_s < LEAST_OUTSIDE * self.step_s:
+        if outside_s <= LEAST_OUTSIDE * self.step_s:
             return waited
         return f"{waited}; {outside_s:.2g} s outside of the model's forward and backward"
 

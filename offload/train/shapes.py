@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import ReportError
+from ..errors import ModelError
 
 if TYPE_CHECKING:  # the command asks for names before it has torch
     from torch import nn
@@ -100,7 +100,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ReportError(
+        raise ModelError(
             f'models need transformers ({error}); pip install "overspill[hf]"'
         ) from error
     return transformers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import traceback
 
 import pytest
 
-from overspill.errors import IoError, ModelError, OffloadError
+from overspill.errors import BudgetError, IoError, ModelError, OffloadError
 from tests.house.error_page import LIST, PAGE, classes, entry, lists, raised
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -49,6 +51,19 @@ def test_a_traceback_ends_with_the_section() -> None:
     assert "".join(shown).endswith("a lazy module\nSee docs/errors.md#models\n")
     again = IoError("no room", path="/x").with_remedy("make some")
     assert again.__notes__ == ["See docs/errors.md#files-and-disks"]
+
+
+def test_errors_can_be_pickled_and_do_not_share_their_notes() -> None:
+    budget = BudgetError("unit 'a'", "host", 9, 5, 7, "raise host_memory")
+    io = IoError("no room", path="/x", nbytes=3)
+    for error in (budget, io, ModelError("a lazy module")):
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(again) is type(error) and str(again) == str(error)
+            assert vars(again).keys() == vars(error).keys()
+    assert pickle.loads(pickle.dumps(budget)).need_bytes == 9
+    if sys.version_info >= (3, 11):
+        io.with_remedy("make some").add_note("of the second")
+        assert io.__notes__ == ["See docs/errors.md#files-and-disks"]
 
 
 def test_a_command_names_the_section() -> None:

@@ -98,6 +98,7 @@ def test_step_stats_from_a_script() -> None:
         "1.67 times the bound; compute waited for read 0.5 s; 3.5 s outside of the model's forward "
         "and backward"
     )
+    assert "outside" not in Stats(0.0, 0.0, stats.lanes).per_step(1).explain()
     busy = {**stats.lanes, "compute": LaneStats(0, 9.2, 0.0)}
     assert Stats(10.0, 9.2, busy).explain().endswith("waited for read 0.5 s"), "little is not shown"
 
