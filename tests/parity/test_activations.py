@@ -209,7 +209,7 @@ def test_without_room_anywhere_they_stay_and_it_is_said_once(
 
 def test_a_named_policy_raises_instead(tight: Any) -> None:
     model, _ = tight("host")
-    with pytest.raises(BudgetError, match="saves for backward in unit 'blocks"):
+    with pytest.raises(BudgetError, match="the activations\\) in unit 'blocks"):
         model(normal(0, 16, 64, 32))
 
 

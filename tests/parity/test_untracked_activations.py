@@ -100,7 +100,8 @@ def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
         assert optimizer.memory[ROOM].peak_bytes <= 10 << 20
     assert moved(optimizer) > 0
     levels = [level.saved_bytes for level in optimizer._engine.trace.levels()]
-    assert max(levels) <= offloader_of(optimizer).room_bytes, "of compute, beside what has left"
+    rounding = 8 * 1024  # slots of the step's eight storages are up to 1 KiB larger than these
+    assert max(levels) <= offloader_of(optimizer).room_bytes + rounding
     optimizer.close()
 
 
