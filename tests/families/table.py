@@ -42,7 +42,11 @@ class Family(NamedTuple):
 
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
         if self.library != "diffusers":
-            return cast(torch.Tensor, model(**batch).loss)
+            again = batch.pop("again", None)  # other tokens with which the model runs once more
+            loss = cast(torch.Tensor, model(**batch).loss)
+            if again is None:
+                return loss
+            return loss + cast(torch.Tensor, model(**{**batch, "input_ids": again}).loss)
         target = batch.pop("target")
         if "x" in batch:  # a list of latents and of captions, of different sizes
             batch = {**batch, "x": [batch["x"]], "cap_feats": [batch["cap_feats"]]}  # type: ignore[dict-item]
@@ -159,6 +163,58 @@ FAMILIES: dict[str, Family] = {
                             "num_hidden_layers": 3, "num_attention_heads": 4, **SPECIAL}),
     "mamba": lm("Mamba", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3,
                           "state_size": 8, **SPECIAL}),
+    "gemma3 text": Family("Gemma3ForCausalLM", "Gemma3TextConfig",
+                          {**HEADS, "sliding_window": 8}, causal, True),
+    "gemma3n text": Family("Gemma3nForCausalLM", "Gemma3nTextConfig",
+                           {**HEADS, "vocab_size_per_layer_input": VOCABULARY,
+                            "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                            "num_kv_shared_layers": 1, "altup_num_inputs": 2,
+                            "layer_types": ["sliding_attention", "full_attention",
+                                            "full_attention"]}, causal, True),
+    "gemma4 text": Family("Gemma4ForCausalLM", "Gemma4TextConfig",
+                          {**HEADS, "vocab_size_per_layer_input": VOCABULARY,
+                           "hidden_size_per_layer_input": 8,
+                           "layer_types": ["sliding_attention", "full_attention",
+                                           "full_attention"]}, causal, True),
+    "olmo3": lm("Olmo3", GROUPED, sliding_window=8),
+    "glm4": lm("Glm4", HEADS),
+    "exaone4": lm("Exaone4", GROUPED, sliding_window=8),
+    "hunyuan": lm("HunYuanDenseV1", HEADS),
+    "ernie": lm("Ernie4_5", HEADS),
+    "nemotron": lm("Nemotron", GROUPED),
+    "minicpm3": lm("MiniCPM3", {**TEXT, "num_key_value_heads": 4}, q_lora_rank=16,
+                   kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
+    "gpt-oss": lm("GptOss", HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "deepseek v3": lm("DeepseekV3", {**TEXT, "num_key_value_heads": 4}, **ROUTED,
+                      n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+                      q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                      v_head_dim=8),
+    "llama4": Family("Llama4ForCausalLM", "Llama4TextConfig",
+                     {**HEADS, "intermediate_size_mlp": 48, "num_local_experts": 4,
+                      "interleave_moe_layer_step": 2}, causal, True),
+    "glm4 experts": lm("Glm4Moe", HEADS, **ROUTED, n_routed_experts=4, n_group=1, topk_group=1,
+                       first_k_dense_replace=1, n_shared_experts=1),
+    "granite experts": lm("GraniteMoe", GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "mamba2": lm("Mamba2", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3,
+                            "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2,
+                            "chunk_size": 8, **SPECIAL}),
+    "jamba": lm("Jamba", GROUPED, num_experts=4, attn_layer_period=2, attn_layer_offset=1,
+                mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
+    "falcon h1": lm("FalconH1", GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8,
+                    mamba_chunk_size=8),
+    "bamba": lm("Bamba", GROUPED, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8,
+                mamba_chunk_size=8),
+    "granite hybrid": lm("GraniteMoeHybrid", GROUPED, num_local_experts=4, mamba_n_heads=8,
+                         shared_intermediate_size=16, mamba_d_state=8, mamba_chunk_size=8,
+                         layer_types=["mamba", "attention", "mamba"]),
+    "qwen3 next": lm("Qwen3Next", HEADS, **ROUTED, num_experts=4,
+                     shared_expert_intermediate_size=16, linear_key_head_dim=8,
+                     linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+                     layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "lfm2": lm("Lfm2", GROUPED, layer_types=["conv", "full_attention", "conv"]),
+    "recurrent gemma": lm("RecurrentGemma", TEXT, attention_window_size=8),
+    "esm": Family("EsmForMaskedLM", "EsmConfig", {**TEXT, "mask_token_id": 4}, causal),
+    "xlm-roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", TEXT, causal),
     "bert": Family("BertForMaskedLM", "BertConfig", TEXT, causal),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", TEXT, causal),
     "distilbert": Family("DistilBertForSequenceClassification", "DistilBertConfig",

@@ -7,23 +7,25 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import overspill
 from tests.devices import CPU, DEVICE, NAME, SIM, about_cpu, plainly
 from tests.families.diffusion import COMPLEX, DIFFUSION
+from tests.families.multimodal import MULTIMODAL
 from tests.families.table import FAMILIES, Family
 
 STEPS = 3
 UPDATES = ("step", "next_forward", "backward")
 MODES = ("plain", "checkpointing", "generating")
 MEMORY = ("tight", "ample")
-ALL = {**FAMILIES, **DIFFUSION}
+ALL = {**FAMILIES, **MULTIMODAL, **DIFFUSION}
 # Of diffusers' models only these are for everyday runs.
 DAILY = {
-    *FAMILIES, "stable diffusion xl", "controlnet", "autoencoder", "flux", "stable diffusion 3",
-    "wan",
+    *FAMILIES, *MULTIMODAL, "stable diffusion xl", "controlnet", "autoencoder", "flux",
+    "stable diffusion 3", "wan",
 }  # fmt: skip
 
 
@@ -54,6 +56,7 @@ def train(family: Family, model: Any, optimizer: Any, mode: str) -> list[float]:
     for step in range(STEPS):
         model.train()
         torch.manual_seed(step)  # of dropout
+        np.random.seed(step)  # of what models of speech mask
         loss = family.loss(model, moved(family.batch(step)))
         loss.backward()
         optimizer.step()
@@ -128,7 +131,7 @@ def test_a_family(name: str, place: str, update: str, mode: str, tmp_path: Path)
 
 
 def test_there_are_enough() -> None:
-    assert len(FAMILIES) >= 40 and len(DIFFUSION) >= 20
+    assert len(FAMILIES) >= 70 and len(MULTIMODAL) >= 15 and len(DIFFUSION) >= 20
 
 
 @about_cpu
