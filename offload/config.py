@@ -128,6 +128,8 @@ class OffloadConfig:
             ``"80%"`` of free memory, or ``"auto"`` (free memory less a margin).  Free memory
             excludes what other open engines of this process may still take; free host memory also
             respects control groups and ``ulimit``.
+        leave: memory left free for other models, out of what ``"auto"`` and shares refer to: one
+            size for the device and the host alike, or a dict with ``"device"``, ``"host"`` or both.
         nvme: a directory, or a list of directories to stripe over; ``None`` for no third tier.
         nvme_memory: the most disk space for the store, as above.
         precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps it.
@@ -166,6 +168,7 @@ class OffloadConfig:
     device: str | None = None
     device_memory: int | str = "auto"
     host_memory: int | str = "auto"
+    leave: int | str | Mapping[str, int | str] = 0
     nvme: tuple[Path, ...] | None = None
     nvme_memory: int | str = "auto"
     precision: Literal["bf16", "fp16", "fp32"] | None = None
@@ -232,9 +235,18 @@ class OffloadConfig:
         kept = "keep" if self.activations == "auto" else self.activations
         return replace(self, durable=False, activations=kept)
 
+    def left_bytes(self, tier: Literal["device", "host"]) -> int:
+        """Return the bytes of a tier's free memory that ``leave`` sets aside."""
+        given = self.leave.get(tier, 0) if isinstance(self.leave, Mapping) else self.leave
+        nbytes = parse_size(given, "leave").nbytes
+        if nbytes is None:
+            raise ValueError(f"leave must be bytes or a size such as '4GiB', got {given!r}")
+        return nbytes
+
     def __post_init__(self) -> None:
         for name in ("device_memory", "host_memory", "nvme_memory"):
             parse_size(getattr(self, name), name)
+        self._check_leave()
         _choice("precision", self.precision, (None, "bf16", "fp16", "fp32"))
         _choice("master", self.master, ("auto", "split", "fp32"))
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
@@ -270,6 +282,21 @@ class OffloadConfig:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
         self._refuse_contradictions()
+
+    def _check_leave(self) -> None:
+        tiers = ["host"] if self.device == "cpu" else ["device", "host"]
+        named = isinstance(self.leave, Mapping)
+        if isinstance(self.leave, Mapping) and not set(tiers).issuperset(self.leave):
+            known = " and ".join(map(repr, tiers))
+            raise ValueError(f"leave takes the keys {known} here, got {dict(self.leave)!r}")
+        sized = {"device": self.device_memory, "host": self.host_memory}
+        asked = [tier for tier in ("device", "host") if tier in tiers and self.left_bytes(tier)]
+        fixed = [tier for tier in asked if parse_size(sized[tier], tier).nbytes is not None]
+        if fixed and (named or fixed == asked):
+            raise ValueError(
+                f"leave: {fixed[0]}_memory is given in bytes, so it leaves all other memory free; "
+                "lower it, or use 'auto' or a share such as '80%'"
+            )
 
     def _refuse_contradictions(self) -> None:
         if self.update == "backward" and self.max_grad_norm is not None:

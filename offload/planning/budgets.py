@@ -148,11 +148,13 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
     host_free = free_host_bytes()
     if machine.host_memory is not None:
         host_free = _size_of(machine.host_memory, "host_memory")
+    host_free = max(0, host_free - config.left_bytes("host"))
     host = parse_size(config.host_memory, "host_memory")
     device = nvme = None
     compute = host_free
     if machine.device_memory is not None:
-        compute = free = _size_of(machine.device_memory, "device_memory")
+        free = _size_of(machine.device_memory, "device_memory")
+        compute = free = max(0, free - config.left_bytes("device"))
         asked = parse_size(config.device_memory, "device_memory")
         device = asked.resolve(free, int(free * DEVICE_MARGIN))
     elif config.device_memory != "auto":
@@ -195,17 +197,20 @@ def resolve_budgets(
         ValueError: ``device_memory`` was given but there is no device memory, or a directory does
             not exist.
     """
-    host_free = max(0, free_host_bytes() - untaken.host)
+    host_free = max(0, free_host_bytes() - untaken.host - config.left_bytes("host"))
     host = parse_size(config.host_memory, "host_memory")
     there: int | None = None
     compute = host_free  # also with "sim", whose activations are in host memory
     if device is not None:
         asked = parse_size(config.device_memory, "device_memory")
         if device.type == "cpu":
-            there = asked.resolve(SIM_DEVICE_BYTES, 0)
+            there = asked.resolve(max(0, SIM_DEVICE_BYTES - config.left_bytes("device")), 0)
         else:
-            compute = free = _free_device_bytes(device, untaken)
+            free = _free_device_bytes(device, untaken)
+            compute = free = max(0, free - config.left_bytes("device"))
             there = asked.resolve(free, int(free * DEVICE_MARGIN))
+    elif isinstance(config.leave, Mapping) and "device" in config.leave:
+        raise ValueError("leave: there is no device here; name 'host' alone, or pass device='sim'")
     elif config.device_memory != "auto":
         raise ValueError(
             "device_memory: there is no device here, so there is one memory tier: leave it out and "

@@ -278,7 +278,7 @@ class World:
         def of_machine() -> tuple[int, int | None]:
             # Assume that the engines of the other local ranks are as large as this rank's.
             promised = Untaken.together([untaken()] * self.local_size)
-            free = max(0, free_host_bytes() - promised.host)
+            free = max(0, free_host_bytes() - promised.host - config.left_bytes("host"))
             memory = host.resolve(free, int(free * HOST_MARGIN))
             if config.nvme is None:
                 return memory, None
@@ -288,6 +288,9 @@ class World:
 
         memory, disk = self.of_first_here(of_machine)
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
+        size = parse_size(config.device_memory, "device_memory")
+        on_device = config.device != "cpu" and size.nbytes is None
+        changed["leave"] = config.left_bytes("device") if on_device else 0
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
             changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))

@@ -288,6 +288,25 @@ def test_a_device_that_is_not_there() -> None:
             trains(model, optimizer)
 
 
+@about_sim
+@tries(CONFIG, "lower it, or use 'auto' or a share such as '80%'")
+@tries("offload/planning/budgets.py", "name 'host' alone, or pass device='sim'")
+def test_memory_for_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    with says("host_memory is given in bytes, so it leaves all other memory free; lower it, or"):
+        wrapped(net(), device="cpu", host_memory="1GiB", leave="1MiB")
+    for options in ({"host_memory": "1GiB"}, {"leave": "1MiB"},
+                    {"leave": "1MiB", "host_memory": "80%"}):  # fmt: skip
+        with wrapped(model := net(), device="cpu", **options) as optimizer:
+            trains(model, optimizer)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with says("leave: there is no device here; name 'host' alone, or pass device='sim'"):
+        wrapped(net(), device=None, leave={"device": "1MiB"})
+    for options in ({"leave": {"host": "1MiB"}, "device": None},
+                    {"leave": {"device": "1MiB"}, "device": "sim"}):  # fmt: skip
+        with wrapped(model := net(), **options) as optimizer:  # type: ignore[arg-type]
+            trains(model, optimizer)
+
+
 @tries(CONFIG, "leave it out, or give an optimizer")
 def test_options_of_training_without_an_optimizer() -> None:
     model = net()

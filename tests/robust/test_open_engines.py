@@ -93,6 +93,34 @@ def test_budgets_in_bytes_are_kept(steady: None, tmp_path: Path) -> None:
         assert budget(other) == 12 * GIB and budget(other, Tier.NVME) == 40 * GIB
 
 
+@pytest.mark.parametrize(("asked", "share"), [("auto", 0.85), ("50%", 0.5)])
+def test_memory_is_left_to_other_models(asked: str, share: float, steady: None) -> None:
+    """``leave`` is taken out of what is free, before the margin or the share is."""
+    model, optimizer = opened(host_memory=asked, leave="4GiB")
+    with optimizer:
+        assert budget(optimizer) == pytest.approx(12 * GIB * share, abs=1)
+    model = TinyLM()
+    given = {"host_memory": asked, "leave": {"host": "20GiB"}, "device": CPU, "rates": RATES}
+    plan = overspill.plan(model, adamw(model), **given)
+    assert not plan.fits and plan.detail.budgets is not None and plan.detail.budgets.host == 0
+
+
+@about_sim
+def test_device_memory_is_left_too(steady: None) -> None:
+    given = {"device": "sim", "device_memory": "50%", "rates": RATES}
+    for leave, device, host in (("1GiB", 0, 15), ({"device": "512MiB"}, GIB // 4, 16)):
+        plan = overspill.plan(TinyLM(), leave=leave, **given)
+        assert plan.detail.budgets is not None and plan.detail.budgets.device == device
+        assert plan.detail.budgets.host == pytest.approx(host * GIB * 0.85, abs=1)
+
+
+@about_sim
+def test_there_is_no_device_to_leave_memory_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="leave: there is no device here; name 'host' alone"):
+        overspill.plan(TinyLM(), leave={"device": "1GiB"}, rates=RATES)
+
+
 def test_a_closed_engine_takes_nothing(
     steady: None, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:

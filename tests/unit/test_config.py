@@ -81,11 +81,36 @@ def test_shares_and_auto_resolve() -> None:
         ({"commit_every": 5}, ValueError, "belong to a durable store; pass nvme="),
         ({"extra": dict}, ValueError, "belong to a durable store"),
         ({"moments": "int4"}, ValueError, "moments must be one of"),
+        ({"leave": "10%"}, ValueError, "leave must be bytes or a size such as '4GiB', got '10%'"),
+        ({"leave": "auto"}, ValueError, "leave must be bytes or a size"),
+        ({"leave": -1}, ValueError, "leave must be a whole number of bytes"),
+        ({"leave": {"gpu": 1}}, ValueError, "leave takes the keys 'device' and 'host' here"),
+        ({"leave": {"device": 1}, "device": "cpu"}, ValueError, "leave takes the keys 'host' here"),
+        ({"leave": 1, "device": "cpu", "host_memory": 9}, ValueError, "host_memory is given in by"),
+        ({"leave": 1, "device_memory": 9, "host_memory": 9}, ValueError, "device_memory is given"),
+        ({"leave": {"host": 1}, "host_memory": "9GiB"}, ValueError, "leave: host_memory is given"),
     ],
 )
 def test_refusals(options: dict[str, object], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         OffloadConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, (0, 0)),
+        ({"leave": "4KiB"}, (4096, 4096)),
+        ({"leave": {"host": 7}}, (0, 7)),
+        ({"leave": {"device": "1KiB", "host": 7}}, (1024, 7)),
+        ({"leave": {"device": "1KiB"}, "host_memory": 9}, (1024, 0)),
+        ({"leave": 7, "host_memory": 9}, (7, 7)),  # of the device's budget alone
+        ({"leave": 7, "device_memory": "50%"}, (7, 7)),
+    ],
+)
+def test_memory_left_to_others(options: dict[str, object], left: tuple[int, int]) -> None:
+    config = OffloadConfig.from_options(options)
+    assert (config.left_bytes("device"), config.left_bytes("host")) == left
 
 
 def test_defaults_and_lists() -> None:
