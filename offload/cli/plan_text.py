@@ -146,7 +146,7 @@ def show_plan(
 def verdict(plan: Plan, tokens: int) -> str:
     """Whether it fits, and what that counts, in one line."""
     more = "" if tokens else " (--tokens tells how much they take)"
-    return f"fits, {plan.detail.about_activations}{more}"
+    return f"fits, {plan.detail.about_streaming}{plan.detail.about_activations}{more}"
 
 
 def _units(plan: Plan) -> Table:

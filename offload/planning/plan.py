@@ -213,6 +213,19 @@ class PlanDetail:
         )  # fmt: skip
 
     @property
+    def about_streaming(self) -> str:
+        """How many units leave the device between uses, as the start of a description."""
+        layout = self.layout
+        if layout is None or not layout.has_device:
+            return ""
+        moved = [u for u, home in zip(layout.units, layout.homes, strict=True) if not home.resident]
+        nbytes = sum(unit.weight_bytes for unit in moved)
+        if not nbytes:
+            return "streams no units, "
+        share = nbytes / sum(unit.weight_bytes for unit in layout.units)
+        return f"streams {len(moved)} of {len(layout.units)} units ({share:.0%} of the weights), "
+
+    @property
     def about_fitting(self) -> str:
         """The budgets that would fit, as the end of a message."""
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
@@ -223,6 +236,8 @@ class PlanDetail:
         """A description of the activations."""
         saved = SavedRoom() if self.layout is None else self.layout.saved
         room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
+        if self.loss_in_chunks:
+            room += ", if the loss is computed in chunks"
         if self.loss_in_chunks:
             room += ", if the loss is computed in chunks"
         if self.activation_bytes is None:
@@ -270,7 +285,8 @@ class Plan:
                 "does not fit: " + "; ".join(map(str, self.shortfalls)) + self.detail.about_fitting
             )
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
-        held = f"holds {tiers or 'nothing'}, {self.detail.about_activations}"
+        held = f"holds {tiers or 'nothing'}, {self.detail.about_streaming}"
+        held += self.detail.about_activations
         if self.detail.pageable_bytes:
             pageable = format_bytes(self.detail.pageable_bytes)
             held += f"; {pageable} of host memory cannot be page-locked, so copies are slower"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,8 +135,9 @@ def test_a_plan_counts_activations_where_they_are_known(tmp_path: Path) -> None:
         assert result.exit_code == code, result.output
         lines = (line for line in result.output.splitlines() if "activations" in line)
         said[tokens] = next(lines)
-    assert said[0].startswith("fits, activations (auto) not known yet")
-    assert said[2048].startswith("fits, about ") and "GiB left for them" in said[2048]
+    assert said[0].startswith("fits, streams no units, activations (auto) not known yet")
+    assert re.match(r"fits, streams [\w ]+(\(\d+% of the weights\))?, about ", said[2048])
+    assert "GiB left for them" in said[2048]
     assert said[32768].startswith("does not fit: what autograd keeps until backward")
     figures = json.loads(call(*common, "--tokens", 32768, "--activations", "keep", "--json").output)
     assert figures["fits"] is False and figures["activations_fit"] is False
