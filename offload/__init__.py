@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .facts.stats import MemoryStats, Stats
     from .facts.tier import Tier
     from .inference import OffloadedInference
+    from .integrations import offloading
     from .optimizer import OffloadedOptimizer, accumulate, ema
     from .planning.plan import Plan
     from .state.initial import empty_init
@@ -47,6 +48,7 @@ __all__ = [
     "empty_init",
     "materialized",
     "named_weights",
+    "offloading",
     "plan",
     "resume",
     "unwrap",
@@ -63,6 +65,7 @@ _FROM = {
     "facts.stats": ("MemoryStats", "Stats"),
     "facts.tier": ("Tier",),
     "inference": ("OffloadedInference",),
+    "integrations": ("offloading",),
     "optimizer": ("OffloadedOptimizer", "accumulate", "ema"),
     "planning.plan": ("Plan",),
     "state.initial": ("empty_init",),

@@ -48,6 +48,7 @@ from ..io_engine.atomic_files import remove_abandoned, replacing, replacing_fold
 from ..optimizer import OffloadedOptimizer
 from ..state.hub_names import is_of_transformers
 from .checkpoints import newest_complete, problem_of
+from .defaults import OptionsBlock, default_options
 
 log = logging.getLogger("overspill")
 ADAPTER = "adapter_model.safetensors"
@@ -77,7 +78,7 @@ class _Offloaded(Trainer):
     _in_init: ExitStack | None
 
     def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
-        self._options = dict(overspill or {})
+        self._options = {**(default_options() or {}), **(overspill or {})}
         OffloadConfig(**self._options)  # raises before anything is loaded or moved
         self._offloaded: OffloadedOptimizer | None = None
         self._others: dict[str, torch.nn.Module] = {}
@@ -475,3 +476,20 @@ def offloaded(trainer_class: type[T]) -> type[T]:
 
 
 OverspillTrainer = offloaded(Trainer)
+
+
+def with_options(options: Mapping[str, Any]) -> OptionsBlock:
+    """Give options of ``wrap`` to every trainer created inside; see ``overspill.offloading``."""
+    block = OptionsBlock(options)
+    Trainer.__new__ = _new  # type: ignore[method-assign, assignment]
+    return block
+
+
+def _new(cls: type[Trainer], *_: Any, **__: Any) -> Trainer:
+    """Create a trainer, of the offloaded class inside of a block.
+
+    ``type.__call__`` then calls the ``__init__`` of that class.  Outside it does what
+    ``object.__new__`` does, so that it can stay in place: CPython refuses the arguments of
+    ``__init__`` in classes whose ``__new__`` was deleted (python/cpython issue 49572).
+    """
+    return object.__new__(cls if default_options() is None else offloaded(cls))  # type: ignore[arg-type]

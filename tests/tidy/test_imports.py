@@ -9,9 +9,10 @@ from .sources import Source, inner_imports, package_sources
 # From the top down.  A part may import parts of a lower level, and files of its own part.
 LEVELS = [
     {"overspill.__main__"},
-    {"overspill.cli", "overspill.integrations"},
+    {"overspill.cli"},
     {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
+    {"overspill.integrations"},
     {"overspill.api"},
     {"overspill.arguments", "overspill.over_ranks"},
     {"overspill.ranks"},
