@@ -3,10 +3,13 @@
 Use ``OffloadAccelerator`` in place of ``accelerate.Accelerator``, and wrap before ``prepare``::
 
     accelerator = OffloadAccelerator()
-    optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), nvme="/scratch/run")
+    optimizer = overspill.wrap(
+        model, torch.optim.AdamW(model.parameters()), nvme="/scratch/run", durable=False
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The rest of the loop stays unchanged.  With an ordinary ``Accelerator``, pass
+The rest of the loop stays unchanged.  ``durable=False``: the loop saves and resumes checkpoints of
+its own, so overspill need not commit each step as well.  With an ordinary ``Accelerator``, pass
 ``device_placement=[False, False, True]`` to ``prepare``, and save and load with the functions here:
 ``accelerator.save_state`` and ``load_state`` hold all weights and state in memory at once.
 """
@@ -26,6 +29,7 @@ from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NA
 from safetensors.torch import load_model
 from torch import nn
 
+from ..api import wrap as wrap
 from ..durable.files import is_of_weights, write_safetensors, write_torch
 from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
