@@ -19,6 +19,11 @@ from .hub_names import tensors_of
 log = logging.getLogger("overspill")
 
 LARGE_SHARE = 0.1  # of the managed bytes, above which unmanaged tensors are reported
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+QUANTISED = (
+    ". To move weights that another library has quantised, load the model unquantised and pass "
+    "frozen='nf4' or 'int8'"
+)
 
 
 def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, torch.Tensor]:
@@ -47,12 +52,11 @@ def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commi
     if nbytes <= LARGE_SHARE * sum(managed.values()):
         return
     largest = max(found, key=lambda name: _nbytes(found[name]))
+    quantised = type(found[largest]) not in PLAIN or not found[largest].is_floating_point()
     log.warning(
-        "overspill: buffers and integer parameters (%s) stay on the device%s; the "
-        "largest is %s (%s). To move weights that another library has quantised, load the model "
-        "unquantised and pass frozen='nf4' or 'int8'", format_bytes(nbytes),
-        ", and every commit writes them" if commits else "", largest,
-        type(found[largest]).__name__,
+        "overspill: buffers and integer parameters (%s) stay on the device%s; the largest is %s "
+        "(%s)%s", format_bytes(nbytes), ", and every commit writes them" if commits else "",
+        largest, type(found[largest]).__name__, QUANTISED if quantised else "",
     )  # fmt: skip
 
 
