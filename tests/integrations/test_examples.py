@@ -21,7 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LEFT = {
     "trainer": "checkpoint-10/optimizer.pt", "sft_lora": "adapter/adapter_model.safetensors",
     "dpo": "model/model.safetensors", "vision": "", "whisper": "",
-    "flux_lora": "pytorch_lora_weights.safetensors",
+    "flux_lora": "pytorch_lora_weights.safetensors", "qwen2_vl": "",
+    "wan_lora": "pytorch_lora_weights.safetensors", "kohya_network": "lora.safetensors",
+    "text_to_image": "averaged/model.safetensors",
     "accelerate_loop": "checkpoint/model.safetensors",
     "lightning_fit": "checkpoints/epoch=1-step=32.ckpt",
 }  # fmt: skip
