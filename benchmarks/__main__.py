@@ -13,6 +13,7 @@ SUITES = (
     "bound",
     "checkpoint",
     "copy",
+    "diffusion",
     "frozen",
     "io",
     "memory",
