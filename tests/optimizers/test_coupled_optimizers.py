@@ -201,7 +201,10 @@ def test_masters_of_bf16_weights_are_those_of_the_same_loop(master: str, tmp_pat
             assert torch.equal(state["overspill.master"], exact)
 
 
-def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [67, pytest.param(13, marks=pytest.mark.soak)])
+def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(
+    apart: int, tmp_path: Path
+) -> None:
     plain, model = build(), build()
     its = Coupled(plain.parameters())
     files = [
@@ -210,9 +213,9 @@ def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(tmp_path: Pa
     taken = 0
     with overspill.wrap(model, Coupled(model.parameters()), nvme=tmp_path, **OPTIONS) as optimizer:
         for within in files:
-            at, reached = -12, True
+            at, reached = 1 - apart, True
             while reached:
-                at += 13
+                at += apart
                 number = taken
                 for each in (plain, model):
                     each(normal(number, 4, WIDTH)).square().mean().backward()

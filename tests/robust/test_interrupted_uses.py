@@ -367,7 +367,10 @@ def test_what_is_declared_ends_with_its_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", TIGHT)
 @pytest.mark.parametrize("host", [False, True])
-def test_a_sleep_that_is_interrupted_loses_nothing(host: bool, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [67, pytest.param(23, marks=pytest.mark.soak)])
+def test_a_sleep_that_is_interrupted_loses_nothing(
+    apart: int, host: bool, place: str, tmp_path: Path
+) -> None:
     """Nor a ``wake``: what comes next finds the weights, the gradients and the state."""
     model, optimizer = wrapped(tmp_path, place, durable=False)
     other, plain = wrapped(tmp_path, place, durable=False)
@@ -387,7 +390,7 @@ def test_a_sleep_that_is_interrupted_loses_nothing(host: bool, place: str, tmp_p
         for what in (sleep, optimizer.wake, forward):
             at, where = 0, ""
             while where != "not reached":
-                at += 23
+                at += apart
                 train(model, optimizer, at)
                 train(other, plain, at)
                 if what is not sleep:

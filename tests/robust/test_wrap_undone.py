@@ -123,7 +123,8 @@ def test_the_model_is_given_back(
     is_as_it_was(model, optimizer)
 
 
-def test_an_interrupt_anywhere_leaves_the_model_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.soak)])
+def test_an_interrupt_anywhere_leaves_the_model_whole(count: int, tmp_path: Path) -> None:
     """At any call that wrap makes from where it takes the first weights on."""
 
     def interrupted(at: int) -> int:
@@ -159,7 +160,7 @@ def test_an_interrupt_anywhere_leaves_the_model_whole(tmp_path: Path) -> None:
     assert calls > 500
     draw = random.Random(1)
     hooking = range(calls - calls // 15, calls)  # where hooks are put in, by the dozen
-    for at in {*draw.sample(range(1, calls), 20), *draw.sample(hooking, 20)}:
+    for at in {*draw.sample(range(1, calls), count), *draw.sample(hooking, count)}:
         interrupted(at)
 
 
