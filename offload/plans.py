@@ -303,6 +303,7 @@ def _plan_of(
         budgets=budgets,
         fitting={} if fits else fitting_budgets(needs, parts, budgets, logits_bytes),
         rates=rates,
+        counts_compute=bool(load.tokens or profile),
         loss_in_chunks=not load.logits,
     )
     return Plan(

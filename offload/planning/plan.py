@@ -168,6 +168,7 @@ class PlanDetail:
             plan fits, or if none were found.
         optimizer: how an optimizer's own step runs; ``None`` if overspill has a rule for the
             optimizer.
+        counts_compute: whether times include compute, because tokens or an example are given.
         loss_in_chunks: the plan counts no whole logits, because the model computes its loss from
             parts of them.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
@@ -190,6 +191,7 @@ class PlanDetail:
     fitting: Mapping[str, str] = field(default_factory=dict, repr=False)
     rates: Rates | None = field(default=None, repr=False)
     optimizer: str | None = None
+    counts_compute: bool = True
     loss_in_chunks: bool = False
     pageable_bytes: int = 0
 
@@ -214,16 +216,27 @@ class PlanDetail:
 
     @property
     def about_streaming(self) -> str:
-        """How many units leave the device between uses, as the start of a description."""
+        """How many units leave the device between uses, as the start of a description.
+
+        A unit and its frozen weights, which have a home of their own, count once.
+        """
         layout = self.layout
         if layout is None or not layout.has_device:
             return ""
-        moved = [u for u, home in zip(layout.units, layout.homes, strict=True) if not home.resident]
-        nbytes = sum(unit.weight_bytes for unit in moved)
-        if not nbytes:
+        parts = list[tuple[Unit, bool]]()  # of one unit; the last one runs
+        streamed = total = moved_bytes = all_bytes = 0
+        for unit, home in zip(layout.units, layout.homes, strict=True):
+            parts.append((unit, not home.resident))
+            all_bytes += unit.weight_bytes
+            moved_bytes += 0 if home.resident else unit.weight_bytes
+            if unit.runs:
+                total += 1
+                streamed += max(parts, key=lambda part: part[0].weight_bytes)[1]
+                parts.clear()
+        if not moved_bytes:
             return "streams no units, "
-        share = nbytes / sum(unit.weight_bytes for unit in layout.units)
-        return f"streams {len(moved)} of {len(layout.units)} units ({share:.0%} of the weights), "
+        share = f"{moved_bytes / all_bytes:.0%} of the weights"
+        return f"streams {streamed} of {total} units ({share}), "
 
     @property
     def about_fitting(self) -> str:
@@ -284,7 +297,11 @@ class Plan:
             return (
                 "does not fit: " + "; ".join(map(str, self.shortfalls)) + self.detail.about_fitting
             )
-        bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
+        bound = ""
+        if self.bound_s is not None and self.bottleneck is not None:
+            bound = f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
+            if not self.detail.counts_compute:
+                bound += ", without compute, as tokens= is not given"
         held = f"holds {tiers or 'nothing'}, {self.detail.about_streaming}"
         held += self.detail.about_activations
         if self.detail.pageable_bytes:

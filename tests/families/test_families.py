@@ -4,6 +4,7 @@ ample memory, in every update mode, with checkpointing, and with text generated 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import overspill
-from tests.devices import CPU, DEVICE, NAME, SIM, about_cpu, plainly
+from tests.devices import CPU, DEVICE, NAME, SIM, about_cpu, about_sim, plainly
 from tests.families.diffusion import COMPLEX, DIFFUSION
 from tests.families.multimodal import MULTIMODAL
 from tests.families.table import FAMILIES, Family
@@ -158,3 +159,29 @@ def test_a_wrapped_model_of_diffusers_is_saved(name: str, tmp_path: Path) -> Non
     assert all(torch.equal(value, again[key]) for key, value in expected.items())
     fresh = DIFFUSION[name].build().state_dict()
     assert any(not torch.equal(value, fresh[key]) for key, value in expected.items())
+
+
+@about_sim
+def test_a_plan_says_how_many_blocks_it_streams() -> None:
+    """With adapters a block is two units, which count once."""
+    pytest.importorskip("diffusers")
+    from peft import LoraConfig
+
+    model = DIFFUSION["flux"].build()  # 4 blocks and 5 layers around them
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    rates = overspill.Rates(h2d_bytes_s=1e9, d2h_bytes_s=1e9, device_flops_s=1e9)
+    found = []
+    for room in ("200KiB", "300KiB", "4MiB"):
+        plan = overspill.plan(model, inner, device=SIM, device_memory=room, rates=rates)
+        said = re.search(r"streams (\d+) of (\d+) units \((\d+)% of the weights\), ", str(plan))
+        found.append(None if said is None else tuple(map(int, said.groups())))
+        assert plan.fits and ("streams no units, " in str(plan)) == (said is None)
+        assert ("without compute" in str(plan)) == (said is not None)
+    tight, loose, none = found
+    assert tight is not None and loose is not None and none is None
+    assert 0 < loose[0] < tight[0] <= 9 == loose[1] == tight[1]
+    assert 0 < loose[2] < tight[2] <= 100
+    plan = overspill.plan(model, inner, device=SIM, device_memory="4MiB", tokens=22, rates=rates)
+    assert "bound" in str(plan) and "without compute" not in str(plan)
