@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
                             "hidden_size_per_layer_input": 8, "laurel_rank": 4,
                             "num_kv_shared_layers": 1, "altup_num_inputs": 2,
                             "layer_types": ["sliding_attention", "full_attention",
-                                            "full_attention"]}, causal, True),
+                                            "full_attention"]}, causal, True, beside=48 << 10),
     "gemma4 text": Family("Gemma4ForCausalLM", "Gemma4TextConfig",
                           {**HEADS, "vocab_size_per_layer_input": VOCABULARY,
                            "hidden_size_per_layer_input": 8,

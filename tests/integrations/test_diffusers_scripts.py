@@ -29,7 +29,7 @@ KINDS = [
     "unconditional", "text to image", "text to image lora", "dreambooth",
     "dreambooth with its text encoder", "flux lora", "sd3 lora", "wan lora",
 ]  # fmt: skip
-DAILY = ("text to image", "dreambooth with its text encoder", "flux lora")
+DAILY = ("dreambooth with its text encoder",)
 OPTIONS = {
     "device": SIM, "device_memory": "700KiB", "host_memory": "16MiB", "durable": False,
     "rates": overspill.Rates(),
