@@ -235,8 +235,10 @@ class PlanDetail:
                 parts.clear()
         if not moved_bytes:
             return "streams no units, "
-        share = f"{moved_bytes / all_bytes:.0%} of the weights"
-        return f"streams {streamed} of {total} units ({share}), "
+        share = f"{moved_bytes / all_bytes:.0%}"
+        if share == "100%" and moved_bytes < all_bytes:
+            share = "over 99%"
+        return f"streams {streamed} of {total} units ({share} of the weights), "
 
     @property
     def about_fitting(self) -> str:
@@ -249,8 +251,6 @@ class PlanDetail:
         """A description of the activations."""
         saved = SavedRoom() if self.layout is None else self.layout.saved
         room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
-        if self.loss_in_chunks:
-            room += ", if the loss is computed in chunks"
         if self.loss_in_chunks:
             room += ", if the loss is computed in chunks"
         if self.activation_bytes is None:
