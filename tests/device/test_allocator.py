@@ -59,12 +59,10 @@ def alone(drawn: Drawn) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-def check(native: ModuleType, seed: int, folder: Path) -> None:
+def check(native: ModuleType, seed: int, folder: Path, tries: int = 1) -> None:
     drawn, found = draw(seed), list[int]()
     folder.mkdir()
-    # Other processes can delay the engine's thread, and what it has not heard of counts as
-    # workspace: then it is tried again.
-    for attempt in range(3):
+    for attempt in range(tries):
         highest, workspace = peak(native, drawn, folder / str(attempt), drawn.device_memory)
         assert highest <= drawn.device_memory + workspace + 4096  # made between the two looks
         found.append(workspace)
@@ -76,7 +74,9 @@ def check(native: ModuleType, seed: int, folder: Path) -> None:
 def test_the_true_peak_is_the_budget_and_a_units_workspace(
     native: ModuleType, tmp_path: Path
 ) -> None:
-    check(native, 0, tmp_path / "0")
+    # Beside four busy processes, one run in four had 30 MB more at its peak than a block needs,
+    # while the engine counted the same bytes as in the others.
+    check(native, 0, tmp_path / "0", tries=3)
 
 
 @pytest.mark.soak

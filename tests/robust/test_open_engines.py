@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.config import OffloadConfig
 from overspill.facts.tier import Tier
 from overspill.holders import UNKNOWN, holder_of
 from overspill.io_engine import allocate_host
 from overspill.planning import budgets
 from overspill.planning.budgets import free_disk_bytes, free_host_bytes
+from overspill.ranks import world
 from tests.devices import CPU, about_forks, about_sim
 from tests.models import TinyLM, adamw, train
 
@@ -112,6 +114,28 @@ def test_device_memory_is_left_too(steady: None) -> None:
         plan = overspill.plan(TinyLM(), leave=leave, **given)
         assert plan.detail.budgets is not None and plan.detail.budgets.device == device
         assert plan.detail.budgets.host == pytest.approx(host * GIB * 0.85, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "device"),
+    [
+        ({"leave": "4GiB"}, 12, 4),  # of each device, and once of the host
+        ({"leave": {"host": "4GiB"}}, 12, 0),
+        ({"leave": {"device": "4GiB"}}, 16, 4),
+        ({"leave": "4GiB", "device": "cpu"}, 12, 0),
+        ({"leave": "4GiB", "device_memory": "1GiB"}, 12, 0),
+    ],
+)
+def test_ranks_of_a_machine_leave_it_once(
+    options: dict[str, Any], host: int, device: int, steady: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "free_host_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(world.World, "of_first_here", lambda self, make: make())
+    two = world.World.__new__(world.World)
+    two.local_size = 2
+    shared = two.share(OffloadConfig.from_options(options))
+    assert shared.host_memory == pytest.approx(host * GIB * 0.85 / 2, abs=2)
+    assert shared.left_bytes("device") == device * GIB
 
 
 @about_sim

@@ -366,7 +366,7 @@ def played_until(enough: int, first: int, play_one: Callable[[int], int]) -> Non
 @pytest.mark.parametrize("several", [False, True])
 def test_random_signals_keep_all_invariants(several: bool) -> None:
     commits = list[int]()
-    played_until(50_000, 0, lambda seed: run(seed, 4, commits, several=several))
+    played_until(100_000, 0, lambda seed: run(seed, 4, commits, several=several))
     assert sum(commits) > len(commits), "commits are drawn"
 
 
