@@ -20,11 +20,12 @@ def offloading(**options: Any) -> AbstractContextManager[None]:
 
     It concerns the current thread or task (``contextvars``), and trainers keep the options after
     the block.  Blocks can be nested: options of the inner one replace those of the outer one, and
-    a trainer's own ``overspill=`` replaces both.
+    a trainer's own ``overspill=`` replaces both.  A class with a ``__new__`` that does not call
+    that of ``Trainer`` is not offloaded.
+
+    Entering the block raises ``TypeError`` or ``ValueError`` if an option is unknown or invalid.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: an option has an invalid value.
         ModuleNotFoundError: transformers is not installed.
     """
     from .transformers import with_options

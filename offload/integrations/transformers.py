@@ -24,6 +24,7 @@ newest complete one.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import shutil
@@ -480,16 +481,20 @@ OverspillTrainer = offloaded(Trainer)
 
 def with_options(options: Mapping[str, Any]) -> OptionsBlock:
     """Give options of ``wrap`` to every trainer created inside; see ``overspill.offloading``."""
-    block = OptionsBlock(options)
-    Trainer.__new__ = _new  # type: ignore[method-assign, assignment]
-    return block
+    if Trainer.__new__ is not _new:
+        # Libraries look there for the arguments that a trainer takes.
+        _new.__signature__ = inspect.signature(Trainer.__init__)  # type: ignore[attr-defined]
+        Trainer.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
+    return OptionsBlock(options)
 
 
-def _new(cls: type[Trainer], *_: Any, **__: Any) -> Trainer:
+def _new(cls: type[Trainer], *args: Any, **more: Any) -> Trainer:
     """Create a trainer, of the offloaded class inside of a block.
 
     ``type.__call__`` then calls the ``__init__`` of that class.  Outside it does what
     ``object.__new__`` does, so that it can stay in place: CPython refuses the arguments of
     ``__init__`` in classes whose ``__new__`` was deleted (python/cpython issue 49572).
     """
-    return object.__new__(cls if default_options() is None else offloaded(cls))  # type: ignore[arg-type]
+    copied = not args and not more and cls.__new__ is _new  # by ``copy`` and ``pickle``
+    inside = default_options() is not None and not copied
+    return object.__new__(offloaded(cls) if inside else cls)  # type: ignore[arg-type]

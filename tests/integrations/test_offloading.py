@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import Trainer
 
 import overspill
 from overspill.engine import engine_of
 from overspill.facts.tier import Tier
+from overspill.integrations.defaults import default_options
 from overspill.integrations.transformers import offloaded
 from tests.devices import about_cpu
 from tests.integrations.test_transformers import AMPLE, Rows, arguments, llama, logged
@@ -102,6 +107,77 @@ def test_other_threads_are_not_concerned(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert found == [Trainer]
+
+
+@about_cpu
+def test_what_a_trainer_takes_can_be_seen_as_before(tmp_path: Path) -> None:
+    """In a process in which no block was entered yet: libraries look for ``processing_class``."""
+    script = (
+        "import inspect, overspill\n"
+        "from transformers import Trainer\n"
+        "class Other(Trainer): pass\n"
+        "def seen(): return [str(inspect.signature(each)) for each in (Trainer, Other)]\n"
+        "before = seen()\n"
+        "assert 'processing_class' in before[1]\n"
+        "with overspill.offloading(device='cpu'):\n"
+        "    assert seen() == before, seen()\n"
+        "assert seen() == before\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@about_cpu
+def test_a_copy_made_inside_is_what_was_copied(tmp_path: Path) -> None:
+    class Plain(Trainer):
+        pass
+
+    trainer = Plain(llama(), arguments(tmp_path, eval_strategy="no"), train_dataset=Rows())
+    with overspill.offloading(**AMPLE):
+        assert type(copy.copy(trainer)) is Plain
+
+
+def test_options_are_kept_as_they_are_parsed() -> None:
+    """Iterators can be read once, numbers may be NumPy's, and a dict may change later."""
+    left: dict[str, Any] = {"host": "1GiB"}
+    options = {"resident": (n for n in ["a"]), "tokens": np.int64(5), "leave": left}
+    block = overspill.offloading(**options)
+    for _ in range(2):
+        with block:
+            left["host"] = "nonsense"
+            found = default_options()
+            assert found == {"resident": ("a",), "tokens": 5, "leave": {"host": "1GiB"}}
+            assert type(found["tokens"]) is int
+    assert default_options() is None
+
+
+def test_blocks_made_elsewhere_are_nested_where_they_are_entered() -> None:
+    outer, inner = overspill.offloading(threads=1, device="cpu"), overspill.offloading(tokens=5)
+    with outer:
+        with inner:
+            assert default_options() == {"threads": 1, "device": "cpu", "tokens": 5}
+        assert default_options() == {"threads": 1, "device": "cpu"}
+    with inner:
+        assert default_options() == {"tokens": 5}
+    with outer, pytest.raises(ValueError, match="device='cpu' has one"):
+        overspill.offloading(device_memory="1GiB").__enter__()
+
+
+def test_tasks_share_a_block() -> None:
+    block = overspill.offloading(threads=1)
+
+    async def job(number: int) -> None:
+        with block:
+            await asyncio.sleep(0.01 * number)
+            assert default_options() == {"threads": 1}
+        assert default_options() is None
+
+    async def jobs() -> None:
+        await asyncio.gather(job(1), job(2))
+
+    asyncio.run(jobs())
 
 
 def test_options_are_checked_when_the_block_begins() -> None:
