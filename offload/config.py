@@ -215,6 +215,8 @@ class OffloadConfig:
                 values[name] = _names(values[name], name)
         if values.get("weights") is not None:
             values["weights"] = _weights(values["weights"])
+        if isinstance(values.get("leave"), Mapping):
+            values["leave"] = dict(values["leave"])
         for name in ("tokens", "accumulate", "commit_every", "prefetch_depth", "threads"):
             if isinstance(values.get(name), numbers.Integral):
                 values[name] = _whole(values[name])
@@ -235,8 +237,8 @@ class OffloadConfig:
         kept = "keep" if self.activations == "auto" else self.activations
         return replace(self, durable=False, activations=kept)
 
-    def left_bytes(self, tier: Literal["device", "host"]) -> int:
-        """Return the bytes of a tier's free memory that ``leave`` sets aside."""
+    def left_bytes(self, tier: str) -> int:
+        """Return the bytes that ``leave`` sets aside in ``"device"`` or ``"host"`` memory."""
         given = self.leave.get(tier, 0) if isinstance(self.leave, Mapping) else self.leave
         nbytes = parse_size(given, "leave").nbytes
         if nbytes is None:
@@ -285,14 +287,17 @@ class OffloadConfig:
 
     def _check_leave(self) -> None:
         tiers = ["host"] if self.device == "cpu" else ["device", "host"]
-        named = isinstance(self.leave, Mapping)
         if isinstance(self.leave, Mapping) and not set(tiers).issuperset(self.leave):
             known = " and ".join(map(repr, tiers))
             raise ValueError(f"leave takes the keys {known} here, got {dict(self.leave)!r}")
+        self.require_use_of_leave(tiers)
+
+    def require_use_of_leave(self, tiers: Iterable[str]) -> None:
+        """Raise ``ValueError`` if the budgets of ``tiers`` do not depend on ``leave``."""
         sized = {"device": self.device_memory, "host": self.host_memory}
-        asked = [tier for tier in ("device", "host") if tier in tiers and self.left_bytes(tier)]
+        asked = [tier for tier in tiers if self.left_bytes(tier)]
         fixed = [tier for tier in asked if parse_size(sized[tier], tier).nbytes is not None]
-        if fixed and (named or fixed == asked):
+        if fixed and (isinstance(self.leave, Mapping) or fixed == asked):
             raise ValueError(
                 f"leave: {fixed[0]}_memory is given in bytes, so it leaves all other memory free; "
                 "lower it, or use 'auto' or a share such as '80%'"

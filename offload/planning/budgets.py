@@ -217,6 +217,8 @@ def resolve_budgets(
             "set host_memory, or pass device='sim'; for a machine that is not here, overspill plan "
             "has --rates FILE"
         )
+    else:
+        config.require_use_of_leave(["host"])
     nvme: int | None = None
     if config.nvme is not None:
         require_directories(config.nvme)

@@ -289,8 +289,9 @@ class World:
         memory, disk = self.of_first_here(of_machine)
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
         size = parse_size(config.device_memory, "device_memory")
-        on_device = config.device != "cpu" and size.nbytes is None
-        changed["leave"] = config.left_bytes("device") if on_device else 0
+        device = config.device or ("cuda" if torch.accelerator.is_available() else "cpu")
+        of_device = config.left_bytes("device") if device != "cpu" and size.nbytes is None else 0
+        changed["leave"] = of_device  # what is left of host memory is taken off already
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
             changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))

@@ -23,7 +23,7 @@ from overspill.facts.tier import Tier
 from overspill.holders import UNKNOWN, holder_of
 from overspill.io_engine import allocate_host
 from overspill.planning import budgets
-from overspill.planning.budgets import free_disk_bytes, free_host_bytes
+from overspill.planning.budgets import free_disk_bytes, free_host_bytes, resolve_budgets
 from overspill.ranks import world
 from tests.devices import CPU, about_forks, about_sim
 from tests.models import TinyLM, adamw, train
@@ -119,11 +119,12 @@ def test_device_memory_is_left_too(steady: None) -> None:
 @pytest.mark.parametrize(
     ("options", "host", "device"),
     [
-        ({"leave": "4GiB"}, 12, 4),  # of each device, and once of the host
-        ({"leave": {"host": "4GiB"}}, 12, 0),
-        ({"leave": {"device": "4GiB"}}, 16, 4),
+        ({"leave": "4GiB", "device": "sim"}, 12, 4),  # of each device, and once of the host
+        ({"leave": {"host": "4GiB"}, "device": "sim"}, 12, 0),
+        ({"leave": {"device": "4GiB"}, "device": "sim"}, 16, 4),
+        ({"leave": "4GiB", "device": "sim", "device_memory": "1GiB"}, 12, 0),
         ({"leave": "4GiB", "device": "cpu"}, 12, 0),
-        ({"leave": "4GiB", "device_memory": "1GiB"}, 12, 0),
+        ({"leave": "4GiB"}, 12, 0),
     ],
 )
 def test_ranks_of_a_machine_leave_it_once(
@@ -131,9 +132,11 @@ def test_ranks_of_a_machine_leave_it_once(
 ) -> None:
     monkeypatch.setattr(world, "free_host_bytes", lambda: 16 * GIB)
     monkeypatch.setattr(world.World, "of_first_here", lambda self, make: make())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     two = world.World.__new__(world.World)
     two.local_size = 2
     shared = two.share(OffloadConfig.from_options(options))
+    resolve_budgets(shared, torch.device("cpu") if "sim" in options.values() else None)
     assert shared.host_memory == pytest.approx(host * GIB * 0.85 / 2, abs=2)
     assert shared.left_bytes("device") == device * GIB
 
@@ -143,6 +146,8 @@ def test_there_is_no_device_to_leave_memory_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match="leave: there is no device here; name 'host' alone"):
         overspill.plan(TinyLM(), leave={"device": "1GiB"}, rates=RATES)
+    with pytest.raises(ValueError, match="leave: host_memory is given in bytes"):
+        overspill.plan(TinyLM(), leave="1GiB", host_memory="1GiB", rates=RATES)
 
 
 def test_a_closed_engine_takes_nothing(
