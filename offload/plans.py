@@ -303,7 +303,10 @@ def _plan_of(
         budgets=budgets,
         fitting={} if fits else fitting_budgets(needs, parts, budgets, logits_bytes),
         rates=rates,
-        counts_compute=bool(load.tokens or profile),
+        counts_compute=bool(
+            (profile is not None and profile.compute_s)
+            or (load.tokens and rates is not None and rates.device_flops_s)
+        ),
         loss_in_chunks=not load.logits,
     )
     return Plan(

@@ -168,7 +168,8 @@ class PlanDetail:
             plan fits, or if none were found.
         optimizer: how an optimizer's own step runs; ``None`` if overspill has a rule for the
             optimizer.
-        counts_compute: whether times include compute, because tokens or an example are given.
+        counts_compute: whether times include compute: that of tokens at the device's rate, or of an
+            example.
         loss_in_chunks: the plan counts no whole logits, because the model computes its loss from
             parts of them.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
@@ -218,27 +219,24 @@ class PlanDetail:
     def about_streaming(self) -> str:
         """How many units leave the device between uses, as the start of a description.
 
-        A unit and its frozen weights, which have a home of their own, count once.
+        A unit counts if its weights leave, or its frozen weights, or those that it shares.
         """
         layout = self.layout
         if layout is None or not layout.has_device:
             return ""
-        parts = list[tuple[Unit, bool]]()  # of one unit; the last one runs
-        streamed = total = moved_bytes = all_bytes = 0
-        for unit, home in zip(layout.units, layout.homes, strict=True):
-            parts.append((unit, not home.resident))
-            all_bytes += unit.weight_bytes
-            moved_bytes += 0 if home.resident else unit.weight_bytes
-            if unit.runs:
-                total += 1
-                streamed += max(parts, key=lambda part: part[0].weight_bytes)[1]
-                parts.clear()
+        moved = [
+            0 if home.resident else unit.weight_bytes
+            for unit, home in zip(layout.units, layout.homes, strict=True)
+        ]
+        running = [unit for unit in layout.units if unit.runs]
+        streamed = sum(any(moved[i] for i in (unit.index, *unit.shares)) for unit in running)
+        moved_bytes, all_bytes = sum(moved), sum(unit.weight_bytes for unit in layout.units)
         if not moved_bytes:
             return "streams no units, "
         share = f"{moved_bytes / all_bytes:.0%}"
         if share == "100%" and moved_bytes < all_bytes:
             share = "over 99%"
-        return f"streams {streamed} of {total} units ({share} of the weights), "
+        return f"streams {streamed} of {len(running)} units ({share} of the weights), "
 
     @property
     def about_fitting(self) -> str:
@@ -301,7 +299,7 @@ class Plan:
         if self.bound_s is not None and self.bottleneck is not None:
             bound = f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
             if not self.detail.counts_compute:
-                bound += ", without compute, as tokens= is not given"
+                bound += ", without compute"
         held = f"holds {tiers or 'nothing'}, {self.detail.about_streaming}"
         held += self.detail.about_activations
         if self.detail.pageable_bytes:

@@ -183,5 +183,8 @@ def test_a_plan_says_how_many_blocks_it_streams() -> None:
     assert tight is not None and loose is not None and none is None
     assert 0 < loose[0] < tight[0] <= 9 == loose[1] == tight[1]
     assert 0 < loose[2] < tight[2] <= 100
-    plan = overspill.plan(model, inner, device=SIM, device_memory="4MiB", tokens=22, rates=rates)
+    given = {"device": SIM, "device_memory": "4MiB", "tokens": 22}
+    plan = overspill.plan(model, inner, rates=rates, **given)
     assert "bound" in str(plan) and "without compute" not in str(plan)
+    plan = overspill.plan(model, inner, rates=overspill.Rates(update_params_s=1e9), **given)
+    assert "without compute" in str(plan), "tokens, but nobody knows the device's rate"
