@@ -52,12 +52,20 @@ def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commi
     if nbytes <= LARGE_SHARE * sum(managed.values()):
         return
     largest = max(found, key=lambda name: _nbytes(found[name]))
-    quantised = type(found[largest]) not in PLAIN or not found[largest].is_floating_point()
+    quantised = sum(_nbytes(each) for each in found.values() if _is_quantised(each))
     log.warning(
         "overspill: buffers and integer parameters (%s) stay on the device%s; the largest is %s "
         "(%s)%s", format_bytes(nbytes), ", and every commit writes them" if commits else "",
-        largest, type(found[largest]).__name__, QUANTISED if quantised else "",
+        largest, type(found[largest]).__name__, QUANTISED if 2 * quantised > nbytes else "",
     )  # fmt: skip
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    """Return whether it looks like another library's quantised weights."""
+    if type(tensor) not in PLAIN:
+        return True
+    codes = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return codes or (tensor.is_floating_point() and tensor.element_size() == 1)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
