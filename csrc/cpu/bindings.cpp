@@ -218,11 +218,63 @@ bool pack_int8(std::uintptr_t weight, int weight_type, std::size_t rows, std::si
   return pack(kernels().pack_int8, packing, rows, std::max<std::size_t>(1, kTask / columns));
 }
 
+std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+
+// The rows and columns of a task: about kTaskElements, in as few rows as tiles allow.
+Tile task_shape(const Quantised& q) {
+  constexpr std::size_t kTaskElements = 4 * kTask;
+  Tile task{};
+  task.columns = std::min(q.columns, q.by_rows() ? kTaskElements : kTileColumns);
+  task.rows = kTaskElements / task.columns;
+  if (!q.by_rows()) task.rows = round_up(task.rows, kTileRows);
+  task.rows = std::min(task.rows, q.rows);
+  task.columns = round_up(std::max(task.columns, kTaskElements / task.rows), kTileColumns);
+  return task;
+}
+
+// ``zeros`` and ``index`` may be 0. There is at least one row and one column.
+void dequantise(std::uintptr_t codes, std::uintptr_t table, std::uintptr_t scales,
+                std::uintptr_t zeros, std::uintptr_t index, std::uintptr_t weight, int order,
+                std::size_t bits, std::size_t rows, std::size_t columns, std::size_t row_bytes,
+                std::size_t block_rows, std::size_t block_columns, std::size_t groups,
+                bool transposed, int through, int weight_type, float factor) {
+  Quantised q;
+  q.codes = address<const std::uint8_t>(codes);
+  q.table = address<const float>(table);
+  q.scales = address<const float>(scales);
+  q.zeros = address<const float>(zeros);
+  q.index = address<const std::int32_t>(index);
+  q.weight = address<void>(weight);
+  q.order = static_cast<Order>(order);
+  q.bits = bits;
+  q.rows = rows;
+  q.columns = columns;
+  q.row_bytes = row_bytes;
+  q.block_rows = block_rows;
+  q.block_columns = block_columns;
+  q.groups = groups;
+  q.transposed = transposed;
+  q.through = static_cast<FloatType>(through);
+  q.weight_type = static_cast<FloatType>(weight_type);
+  q.factor = factor;
+  const nb::gil_scoped_release released;
+  const DequantiseFn kernel = kernels().dequantise;
+  const Tile each = task_shape(q);
+  const std::size_t across = (columns + each.columns - 1) / each.columns;
+  auto task = [&](std::size_t number) {
+    const std::size_t row = number / across * each.rows, column = number % across * each.columns;
+    kernel(q, Tile{row, std::min(each.rows, rows - row), column,
+                   std::min(each.columns, columns - column)});
+  };
+  parallel((rows + each.rows - 1) / each.rows * across, task);
+}
+
 }  // namespace
 }  // namespace overspill
 
 NB_MODULE(_native, m) {
   using namespace overspill;
+  using namespace nb::literals;
   active.store(available().front());
   m.def("update", &update);
   m.def("sums_of_squares", &sums_of_squares);
@@ -231,6 +283,10 @@ NB_MODULE(_native, m) {
   m.def("unpack_int8", &overspill::unpack_int8);
   m.def("pack_nf4", &overspill::pack_nf4);
   m.def("pack_int8", &overspill::pack_int8);
+  m.def("dequantise", &overspill::dequantise, "codes"_a, "table"_a, "scales"_a, "zeros"_a,
+        "index"_a, "weight"_a, "order"_a, "bits"_a, "rows"_a, "columns"_a, "row_bytes"_a,
+        "block_rows"_a, "block_columns"_a, "groups"_a, "transposed"_a, "through"_a, "weight_type"_a,
+        "factor"_a);
   m.def("set_threads", [](int count) {
     const nb::gil_scoped_release released;
     set_pool_threads(count);

@@ -71,6 +71,47 @@ struct Packing {
   float* scale = nullptr;  // nf4: one per block, as it is; int8: per row
 };
 
+// Where the codes of a quantised matrix lie: see optim/quantised.py.
+enum class Order : int { kRows = 0, kHalves = 1, kInterleaved = 2, kAwq = 3 };
+
+// Tiles in which matrices are dequantised: see Note [Dequantisation by rows] in quantised.h.
+constexpr std::size_t kTileRows = 128;
+constexpr std::size_t kTileColumns = 512;
+constexpr std::size_t kTransposedColumns = 64;
+
+// A quantised matrix, and the weight to be made from it.
+struct Quantised {
+  const std::uint8_t* codes = nullptr;
+  const float* table = nullptr;         // the number that each code stands for
+  const float* scales = nullptr;        // ``groups`` for every block of rows
+  const float* zeros = nullptr;         // like scales, or nullptr for zero
+  const std::int32_t* index = nullptr;  // the group of each column, or nullptr for blocks
+  void* weight = nullptr;
+  Order order = Order::kRows;
+  std::size_t bits = 0;
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+  std::size_t row_bytes = 0;
+  std::size_t block_rows = 0;
+  std::size_t block_columns = 0;
+  std::size_t groups = 0;
+  bool transposed = false;
+  FloatType through = FloatType::kF32;
+  FloatType weight_type = FloatType::kF32;
+  float factor = 1.0f;
+
+  // Whether both codes and weight lie row by row, so that no tile of several rows is needed.
+  bool by_rows() const { return order <= Order::kHalves && !transposed; }
+};
+
+// Rows and columns of a matrix: the first of each, and how many.
+struct Tile {
+  std::size_t row, rows, column, columns;
+};
+
+// The first column is a multiple of kTileColumns; the first row of kTileRows, unless by_rows().
+using DequantiseFn = void (*)(const Quantised& quantised, const Tile& tile);
+
 constexpr float kSmallestSize = 1e-38f;  // whose reciprocal is finite
 constexpr std::uint32_t kCodeOfZero = 7;
 
@@ -100,6 +141,7 @@ struct Kernels {
   UnpackFn unpack_int8;
   PackFn pack_nf4;
   PackFn pack_int8;
+  DequantiseFn dequantise;
 };
 
 }  // namespace overspill
