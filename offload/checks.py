@@ -161,12 +161,12 @@ def check_devices(model: nn.Module, accelerator: Accelerator) -> None:
             )
 
 
-def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that weights of bitsandbytes layers are quantised, as integers, and on the device.
+def check_packed(model: nn.Module, accelerator: Accelerator, precision: torch.dtype | None) -> None:
+    """Check that weights of bitsandbytes layers are quantised, and stay as they are.
 
     Raises:
-        OffloadError: they are not quantised yet, were quantised on another device, or their codes
-            are stored as floating-point numbers.
+        OffloadError: they are not quantised yet, or their codes are stored as floating-point
+            numbers that ``precision`` would convert.
     """
     device = accelerator.device
     for name, p in model.named_parameters():
@@ -174,22 +174,19 @@ def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
         if not theirs or getattr(p, "has_fp16_weights", False):
             continue
         what = f"parameter {name!r} ({type(p).__name__})"
-        if p.is_floating_point() and getattr(p, "quant_state", None) is not None:
-            raise ModelError(
-                f"{what} stores its quantised values as {p.dtype}, as if they were weights; "
-                "load the model with bnb_4bit_quant_storage=torch.uint8, or unquantised and pass "
-                "frozen='nf4'"
-            )
-        if p.is_floating_point():
+        if not p.is_floating_point():
+            continue
+        if getattr(p, "quant_state", None) is not None:
+            if precision not in (None, p.dtype):
+                raise ModelError(
+                    f"{what} stores its codes as {p.dtype}, which precision= would convert; load "
+                    "the model with bnb_4bit_quant_storage=torch.uint8, or leave precision out"
+                )
+        else:
             raise ModelError(
                 f"{what} is not quantised yet: its class does that when it is moved to a device; "
                 f"call model.to({str(device)!r}) before wrap, or load the model unquantised and "
                 "pass frozen='nf4'"
-            )
-        if p.device.type != device.type and accelerator.has_device_memory:
-            raise ModelError(
-                f"{what} is quantised on {p.device}, and so are its scales; call "
-                f"model.to({str(device)!r}) before wrap"
             )
 
 

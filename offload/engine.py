@@ -57,7 +57,7 @@ from .state.model_state import StateHooks
 from .state.param_access import ParamAccess
 from .state.torch_state import Groups, Make, OptimizerState
 from .state.unmanaged import current_names, unmanaged_tensors
-from .state.weight_files import match_files, read_float
+from .state.weight_files import match_files
 from .step.external_forward import ExternalForwardAdapter
 from .step.forward_stack import ForwardStack
 from .step.forwards import Forwards
@@ -405,7 +405,7 @@ class Engine(Closeable):
         names = match_files(files, model, self.runtime.parts)
         others = Others(files, model, set(names.values()), set(map(id, self.parameters)))
         self._loop.require_usable()
-        self._weights.load_all({index: partial(read_float, files, n) for index, n in names.items()})
+        self._weights.load_all({index: partial(files.read, n) for index, n in names.items()})
         others.load()
 
     def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:

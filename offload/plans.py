@@ -45,7 +45,7 @@ from .planning.fitting import (
     left_bytes,
     short_for_activations,
 )
-from .planning.packing import with_pages
+from .planning.packing import with_described_pages, with_pages
 from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
@@ -55,7 +55,7 @@ from .planning.working_memory import for_layout, of_budgets, working_bytes
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
 from .state.importing import match_weights, open_weights, other_tensors
-from .state.in_place import sources_of
+from .state.in_place import sources_of, with_quantised_pages
 from .step.profiling import profile_step
 
 
@@ -104,14 +104,14 @@ def make_blueprint(
     rules = rules_for(optimizer)
     check_model(model, optimizer, config.weight_dtype)
     check_devices(model, accelerator)
-    check_packed(model, accelerator)
+    check_packed(model, accelerator, config.weight_dtype)
     check_moments(optimizer, config)
     parts = _parts_of(model, optimizer, rules, config)
     budgets = _budgets(config, accelerator, machine)
     coupled = next((rule for rule in rules if isinstance(rule, CoupledRule)), None)
     update = _update_mode(config.update, coupled)
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
-    sources = _sources(model, parts, config, description, digests)
+    parts, sources = _sources(model, parts, config, description, digests)
     updates = _updates_of(rules, optimizer, config)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
@@ -198,22 +198,26 @@ def _update_mode(asked: str, coupled: CoupledRule | None) -> str:
 def _sources(
     model: nn.Module, parts: Partition, config: OffloadConfig,
     description: Mapping[str, Any] | None, digests: Container[int],
-) -> Sources:  # fmt: skip
-    """Return the units that can be read in place from ``weights=``, or are in a resumed store.
+) -> tuple[Partition, Sources]:  # fmt: skip
+    """Return what can be read in place from ``weights=``, or is in a resumed store.
+
+    Units that are quantised in the files get pages of what the files have.
 
     Raises:
         ValueError: the files do not match the model.
         OffloadError: they are not the files with which the store was made.
     """
     if description is not None:
-        return described_sources(description, digests, config.weights)
+        parts = with_described_pages(parts, description["units"])
+        return parts, described_sources(description, digests, config.weights)
     if config.weights is None:
-        return NO_SOURCES
+        return parts, NO_SOURCES
     files = open_weights(config.weights, model)
     names = match_weights(files, model, parts)
     managed = frozenset(map(id, parts.parameters))
     other_tensors(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
-    return sources_of(files, names, parts)
+    parts = with_quantised_pages(files, names, parts)
+    return parts, sources_of(files, names, parts)
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:

@@ -41,6 +41,10 @@ class Parts:
         """Elements of the weight."""
         return prod(self.shape)
 
+    def describe(self) -> str:
+        """Return the format's name; the shape is known from elsewhere."""
+        return self.form
+
     @property
     def rows(self) -> int:
         """Of int8: how many scales."""

@@ -10,6 +10,7 @@ import torch
 from ..io_engine import allocate_host
 from ..optim import packed
 from ..optim.packed_layout import Parts, Window, windows
+from ..quantised.formats import described_page
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of
 
 # requests bytes [low, high) of a page; the result waits for them
@@ -24,7 +25,7 @@ def unpacked(
     Args:
         where: its format (``None``: unpacked), its offset in the page, and its bytes.
     """
-    form, base, nbytes = where
+    described, base, nbytes = where
     shape = tuple(p["shape"])
 
     def turned() -> Iterator[Part]:
@@ -41,14 +42,28 @@ def unpacked(
             high = min(low + PART_BYTES, nbytes)
             yield Part(high - low, begin(base + low, base + high))
 
+    def dequantised() -> Iterator[Part]:
+        page, had = described_page(described), begin(base, base + nbytes)
+
+        def wait() -> Bytes:
+            stored = allocate_host(nbytes).array
+            stored[:] = had()
+            weight = torch.empty(p["numel"], dtype=dtype, device="cpu")
+            page.unpack(torch.from_numpy(stored), weight)
+            return bytes_of(weight)
+
+        yield Part(p["numel"] * dtype.itemsize, wait)
+
     def parts() -> Iterator[Part]:
-        whole = Parts(form, shape)
+        whole = Parts(described, shape)
         for window in windows(whole, PART_BYTES // dtype.itemsize):
             begun = [(begin(base + low, base + high), to) for low, high, to in window.moves]
             count = window.stop - window.start
             yield Part(count * dtype.itemsize, _unpack(window, dtype, begun))
 
-    if form is not None:
+    if isinstance(described, list):
+        return StreamedTensor(p["name"], dtype, shape, dequantised)
+    if described is not None:
         return StreamedTensor(p["name"], dtype, shape, parts)
     dense = torch.empty(shape, device="meta").stride() == tuple(p["stride"]) or p["numel"] < 2
     return StreamedTensor(p["name"], dtype, shape, as_it_is if dense else turned)

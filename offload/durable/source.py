@@ -81,6 +81,8 @@ class StoreSource:
                         found.append(self._tensor(p, dtype, self._weight(number, chunk)))
                     else:
                         begin = partial(self.reader.begin, f"weights/{number}")
+                        if self._files.has(number):
+                            begin = partial(self._files.begin, number)
                         found.append(_as_parameter(p, unpacked(p, dtype, part, begin)))
         renamed = self.facts.get("renamed", {})
         names = [renamed.get(each.name, each.name) for each in found]

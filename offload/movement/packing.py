@@ -6,6 +6,7 @@ import torch
 
 from ..optim import packed
 from ..optim.packed_layout import Parts
+from ..quantised.base import QuantisedPage
 from ..schedule.units import Chunk, PagePart, ParamSpec, Unit
 
 
@@ -14,16 +15,19 @@ def unpack_unit(unit: Unit, page: torch.Tensor, slot: torch.Tensor) -> None:
     for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
         start = chunk.byte_offset + spec.offset * chunk.dtype.itemsize
         weight = slot.narrow(0, start, spec.numel * chunk.dtype.itemsize).view(chunk.dtype)
-        unpack_param(spec, part, page, weight)
+        unpack_param(part, page, weight)
 
 
-def unpack_param(spec: ParamSpec, part: PagePart, page: torch.Tensor, weight: torch.Tensor) -> None:
+def unpack_param(part: PagePart, page: torch.Tensor, weight: torch.Tensor) -> None:
     """Fill a parameter, flat, from its unit's page."""
     source = page.narrow(0, part.offset, part.nbytes)
     if part.form is None:
         weight.copy_(source.view(weight.dtype))
+    elif isinstance(part.form, Parts):
+        packed.unpack(part.form, source, weight)
     else:
-        packed.unpack(Parts(part.form, spec.shape), source, weight)  # type: ignore[arg-type]
+        assert isinstance(part.form, QuantisedPage)
+        part.form.unpack(source, weight)
 
 
 def pack_param(
@@ -38,7 +42,8 @@ def pack_param(
     if part.form is None:
         target.view(chunk.dtype).copy_(flat)
         return
+    assert isinstance(part.form, Parts), "weights that are quantised in files are read as they are"
     try:
-        packed.pack(Parts(part.form, spec.shape), flat, target)  # type: ignore[arg-type]
+        packed.pack(part.form, flat, target)
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}; leave frozen= out, or mend the weight") from None

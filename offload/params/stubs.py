@@ -10,6 +10,12 @@ from ..private import torch_private
 from ..schedule.units import Unit
 
 
+def _poison(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 class Stubs:
     """Placeholders for all parameters of a model, each with one NaN expanded to its shape.
 
@@ -26,7 +32,7 @@ class Stubs:
                 of_dtype.setdefault(spec.index, len(of_dtype))
         self._places = places
         self._nans = {
-            dtype: torch.full((len(numbers),), float("nan"), dtype=dtype, device=device)
+            dtype: torch.full((len(numbers),), _poison(dtype), dtype=dtype, device=device)
             for dtype, numbers in places.items()
         }
 

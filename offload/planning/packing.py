@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..optim.kernels import FLOAT_TYPES
 from ..optim.packed_layout import BORDER, Format, Parts
+from ..quantised.formats import described_page
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
 
@@ -43,6 +45,29 @@ def with_pages(
         for unit in parts.units
     )
     return replace(parts, units=units)
+
+
+def with_described_pages(parts: Partition, described: Sequence[Mapping[str, Any]]) -> Partition:
+    """Return ``parts`` with the pages of a store's units that were quantised in the user's files.
+
+    Args:
+        described: the units of the store; see ``describe_units``.
+    """
+    if len(described) != len(parts.units):
+        return parts  # the store is that of another model, as a later check says
+    units = tuple(map(_with_described_page, parts.units, described))
+    return replace(parts, units=units)
+
+
+def _with_described_page(unit: Unit, described: Mapping[str, Any]) -> Unit:
+    page = described.get("page", ())
+    if unit.trainable or not any(isinstance(form, list) for form, _, _ in page):
+        return unit
+    parts = tuple(
+        PagePart(None if form is None else described_page(form), offset, nbytes)
+        for form, offset, nbytes in page
+    )
+    return replace(unit, page=parts, page_bytes=described["weight_bytes"])
 
 
 def _packable(model: nn.Module, head: nn.Module) -> frozenset[nn.Parameter]:
@@ -85,10 +110,9 @@ def _packed(
                 f"frozen={form!r} cannot pack {spec.name!r}, which is quantised already "
                 f"({chunk.dtype}); leave frozen= out, and such weights move as they are"
             )
-        nbytes = spec.numel * chunk.dtype.itemsize
-        if packs:
-            nbytes = Parts(form, spec.shape).nbytes
-        parts.append(PagePart(form if packs else None, offset, nbytes))
+        packed = Parts(form, spec.shape) if packs else None
+        nbytes = spec.numel * chunk.dtype.itemsize if packed is None else packed.nbytes
+        parts.append(PagePart(packed, offset, nbytes))
         offset += align(nbytes, BORDER)
     if all(part.form is None for part in parts):
         return unit

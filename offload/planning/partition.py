@@ -113,7 +113,9 @@ def _layout(
     keyed: dict[tuple[torch.dtype, int | None, int], _Members] = {}
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
-        kind = p.dtype.to_real() if p.is_complex() else dtype or p.dtype
+        kind = p.dtype.to_real() if p.is_complex() else p.dtype
+        if dtype is not None and p.is_floating_point() and p.element_size() > 1:
+            kind = dtype
         apart = index if group is not None and group in whole else -1
         keyed.setdefault((kind, group, apart), []).append((index, name, p))
     chunks: list[Chunk] = []
@@ -151,8 +153,6 @@ def _members(
     trained, frozen, shared = _Members(), _Members(), list[nn.Parameter]()
     seen = set[nn.Parameter]()
     for name, p in unit_parameters(item):
-        if not (p.is_floating_point() or p.is_complex()):
-            continue
         if p in owner or p in seen:
             shared.append(p)
             continue
@@ -173,7 +173,7 @@ def partition(
 ) -> Partition:
     """Divide ``model`` into units and lay out their slots.
 
-    Integer parameters are not managed.  A parameter that several units read belongs to the first
+    A parameter that several units read belongs to the first
     one.  The frozen parameters of a unit with trained ones form a separate unit before it, which is
     onloaded with it.  They never change, so they are moved and stored separately.
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import StoreError
-from ..io_engine.ranges import FilePart, FileRanges, FileState, state_of
+from ..io_engine.ranges import FilePart, FileRanges, FileState, RangeReader, state_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,30 @@ def describe_sources(sources: Sources, in_place: Iterable[int]) -> dict[str, Any
             for unit in sorted(in_place)
         },
     }
+
+
+class SourceReader:
+    """Reads whole units from the files, before an engine does.  Close it."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._reader: RangeReader | None = None
+
+    def read(self, unit: int, buffer: NDArray[np.uint8]) -> None:
+        """Read a unit.
+
+        Raises:
+            IoError: a file cannot be read.
+            CorruptionError: a file was written to since its layout was read.
+        """
+        if self._reader is None:
+            self._reader = RangeReader(self._sources.files, was=self._sources.states)
+        self._reader.read(self._sources.ranges[unit], buffer).wait()
+
+    def close(self) -> None:
+        """Close the files and end the threads."""
+        if self._reader is not None:
+            self._reader.close()
 
 
 def _states(sources: Sources) -> tuple[FileState, ...]:

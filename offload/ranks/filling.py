@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ModelError
 from ..planning.partition import partition
 from ..state.importing import Others, open_weights
-from ..state.weight_files import match_files, read_float
+from ..state.weight_files import match_files
 from .parts import SpreadModule, rows_in
 
 
@@ -81,4 +81,4 @@ def fill_from_files(
         if count := rows_in(piece.local) if piece.local.numel() else 0:
             first = piece.first_row(rank)
             with torch.no_grad():
-                piece.local.copy_(read_float(files, names[index])[first : first + count])
+                piece.local.copy_(files.read(names[index])[first : first + count])

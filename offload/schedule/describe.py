@@ -7,7 +7,7 @@ from typing import Any
 
 from .layout import Layout
 from .messages import Key, Kind
-from .units import Subgroup, Unit
+from .units import PagePart, Subgroup, Unit
 
 
 def key_of(item: Key) -> str:
@@ -66,8 +66,13 @@ def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:
     return {
         "name": unit.name, "weight_bytes": unit.stored_bytes, "trainable": unit.trainable,
         "chunks": chunks, "subgroups": subgroups,
-        **({"page": [[p.form, p.offset, p.nbytes] for p in unit.page]} if unit.packed else {}),
+        **({"page": [_part(part) for part in unit.page]} if unit.packed else {}),
     }  # fmt: skip
+
+
+def _part(part: PagePart) -> list[Any]:
+    form = None if part.form is None else part.form.describe()
+    return [form, part.offset, part.nbytes]
 
 
 def difference(

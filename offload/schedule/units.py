@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -78,6 +79,19 @@ class Chunk:
         return self.numel * self.dtype.itemsize
 
 
+class PageFormat(Protocol):
+    """How a parameter is stored in a page."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the stored parameter."""
+        ...
+
+    def describe(self) -> Any:
+        """Return the format as JSON values, for the description of a store."""
+        ...
+
+
 @dataclass(frozen=True)
 class PagePart:
     """The position of a parameter in its unit's page, in bytes, and its format.
@@ -85,7 +99,7 @@ class PagePart:
     ``form`` is ``None`` for a parameter that is stored as compute uses it.
     """
 
-    form: str | None
+    form: PageFormat | None
     offset: int
     nbytes: int
 

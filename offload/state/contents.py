@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -102,15 +103,14 @@ class Contents:
         Returns:
             Whether all trained values that it wrote are finite.
         """
+        if self._layout.units[unit].packed:
+            assert first, "what is packed is not changed"
+            self.load_page(unit, partial(self._pack, self._layout.units[unit], value_of))
+            return True
         item, finite = Key(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.bring(item)
         if first:
             self._arenas.bytes_of(place).zero_()
-        if self._layout.units[unit].packed:
-            assert first, "what is packed is not changed"
-            self._pack(self._layout.units[unit], place, value_of)
-            self._direct.store(item, first=first)
-            return finite
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
             fields: dict[int, dict[str, torch.Tensor]] = {}  # by parameter, what goes to records
@@ -144,22 +144,28 @@ class Contents:
         self._direct.store(item, first=first)
         return finite
 
-    def _pack(
-        self, unit: Unit, place: Place, value_of: Callable[[ParamSpec], Values | None]
-    ) -> None:
+    def load_page(self, unit: int, fill: Callable[[torch.Tensor], None]) -> None:
+        """Write a packed unit for the first time; ``fill`` fills its page, in host memory."""
+        item, each = Key(Kind.WEIGHTS, unit), self._layout.units[unit]
+        place = self._direct.place(item)
         page = target = self._arenas.bytes_of(place)
         if place.tier is Tier.DEVICE:
-            page = torch.from_numpy(allocate_host(unit.page_bytes).array)
+            page = torch.from_numpy(allocate_host(each.page_bytes).array)
+        page.zero_()
+        fill(page)
+        if page is not target and self._in_page(each):
+            target.copy_(page)
+        elif page is not target:
+            unpack_unit(each, page.to(target.device), target)
+        self._direct.store(item, first=True)
+
+    def _pack(
+        self, unit: Unit, value_of: Callable[[ParamSpec], Values | None], page: torch.Tensor
+    ) -> None:
         for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
             values = value_of(spec)
             assert values is not None
             pack_param(chunk, spec, part, page, flat_like(spec, values["weight"], chunk.dtype))
-        if page is target:
-            return
-        if self._in_page(unit):
-            target.copy_(page)
-        else:
-            unpack_unit(unit, page.to(target.device), target)
 
     def _in_page(self, unit: Unit) -> bool:
         """Return whether a unit's weights are stored packed.
@@ -294,7 +300,7 @@ class Contents:
                 continue
             value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
             if self._in_page(each):
-                unpack_param(spec, each.page[number], memory, value)
+                unpack_param(each.page[number], memory, value)
             else:
                 first = chunk.byte_offset + spec.offset * chunk.dtype.itemsize
                 value.copy_(memory.narrow(0, first, value.nbytes).view(chunk.dtype))
@@ -383,7 +389,7 @@ class Contents:
             page = self._arenas.bytes_of(place).cpu()
             for (chunk, spec), part in zip(each.params, each.page, strict=True):
                 value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
-                unpack_param(spec, part, page, value)
+                unpack_param(part, page, value)
                 yield spec, spec.shaped(value)
             return
         for chunk in each.chunks:

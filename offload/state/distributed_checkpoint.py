@@ -121,6 +121,10 @@ class DistributedFolder:
         """Return ``None``: tensors are in torch's own archives and cannot be read in place."""
         return None
 
+    def find_quantised(self, name: str) -> None:
+        """Return ``None``, as ``find`` does."""
+        return
+
     def _key(self, name: str) -> str | None:
         keys = (root + name for root in _WEIGHTS)
         return next(

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,9 +26,11 @@ from ..io_engine.ranges import FileState
 from ..planning.sections import joined
 from ..private import module_private
 from .adapters import names_in_base
-from .weight_files import FileRun, InFiles, WeightFiles
+from .quantised_files import QuantisedFiles
+from .weight_files import FileRun, InFiles, QuantisedInFiles, QuantisedRuns, WeightFiles
 
 Read = Callable[[str], torch.Tensor]
+_QUANTISED = "quantization_config"
 
 
 @dataclass
@@ -61,6 +63,31 @@ def is_of_transformers(model: nn.Module) -> bool:
     """Return whether a model is a transformers model, without importing transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def forget_quantisation(model: nn.Module) -> Callable[[], None]:
+    """Remove ``quantization_config`` from the configurations of models that are not quantised.
+
+    A model that is built from the configuration of a quantised folder has ordinary weights, and
+    what is saved of it has, too.  transformers does the same when it dequantises.
+
+    Returns:
+        A function that undoes it.
+    """
+    removed: list[tuple[Any, Any]] = []
+    if "transformers" in sys.modules:
+        for module in model.modules():
+            config = vars(module).get("config")
+            found = getattr(config, _QUANTISED, None)
+            if found and is_of_transformers(module) and not hasattr(module, "hf_quantizer"):
+                removed.append((config, found))
+                delattr(config, _QUANTISED)
+
+    def undo() -> None:
+        for config, found in removed:
+            setattr(config, _QUANTISED, found)
+
+    return undo
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -196,7 +223,7 @@ def _made(
 class HubFiles:
     """``TensorFiles`` that have the Hub's names, read under the names in a model."""
 
-    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+    def __init__(self, model: nn.Module, files: WeightFiles | QuantisedFiles) -> None:
         """
         Raises:
             ValueError: tensors that are converted together are incomplete or do not fit together.
@@ -257,40 +284,98 @@ class HubFiles:
             self._traced = group, _trace(group, self._model, self._files)
         return self._traced[1].get(name)
 
+    def find_quantised(self, name: str) -> QuantisedInFiles | None:
+        """See ``TensorFiles``."""
+        group = self._group[name]
+        if group.transform is None:
+            return self._files.find_quantised(group.sources[0][0])
+        return _trace_quantised(group, self._model, self._files).get(name)
 
-def _trace(group: Group, model: nn.Module, files: WeightFiles) -> dict[str, InFiles]:
-    """Return the locations of a group's results, if they are made of whole rows of its sources.
 
-    The conversion runs on tensors in which each row is a single number, the row's own.  The result
-    is empty if the conversion does more than move rows.
+class _Rows(NamedTuple):
+    """The rows of a group's sources, numbered, and those that each result is made of.
+
+    Attributes:
+        firsts: by source, the number of its first row.
+        width: elements of a row.
+        made: by result, the numbers of its rows.
     """
-    runs, kinds = list[tuple[FileRun, int]](), set[tuple[torch.dtype, int]]()
-    numbers: dict[str, torch.Tensor] = {}
+
+    firsts: Mapping[str, int]
+    width: int
+    made: Mapping[str, torch.Tensor]
+
+
+def _rows(group: Group, model: nn.Module, files: WeightFiles | QuantisedFiles) -> _Rows | None:
+    """Return the rows that a group's results are made of; ``None`` if it does more than move them.
+
+    The conversion runs on tensors in which each row is a single number, the row's own.
+    """
+    firsts, widths, numbers = dict[str, int](), set[int](), dict[str, torch.Tensor]()
     count = 0
     for name, _ in group.sources:
-        found, shape = files.find(name), files.shape(name) or ()
-        if found is None or len(shape) < 2 or not math.prod(shape):
-            return {}
+        shape = files.shape(name) or ()
+        if len(shape) < 2 or not math.prod(shape):
+            return None
+        firsts[name] = count
         rows = math.prod(shape[:-1])
-        (run,) = found.runs
-        runs.append((run, count))
-        kinds.add((found.dtype, shape[-1]))
-        each = torch.arange(count, count + rows, device="cpu")
-        numbers[name] = each.reshape(*shape[:-1], 1)
+        widths.add(shape[-1])
+        numbers[name] = torch.arange(count, count + rows, device="cpu").reshape(*shape[:-1], 1)
         count += rows
     try:
         made = group.convert(model, numbers.__getitem__)
     except Exception:  # it needs the contents of rows
-        return {}
-    if len(kinds) != 1:
-        return {}
-    ((dtype, width),) = kinds
-    places = {}
+        return None
     for name, numbered in made.items():
         if numbered.shape != (*group.made[name].shape[:-1], 1) or numbered.dtype != torch.int64:
-            return {}
-        places[name] = InFiles(dtype, _runs(numbered.flatten(), runs, width * dtype.itemsize))
-    return places
+            return None
+    if len(widths) != 1:
+        return None
+    return _Rows(firsts, widths.pop(), {name: t.flatten() for name, t in made.items()})
+
+
+def _trace(
+    group: Group, model: nn.Module, files: WeightFiles | QuantisedFiles
+) -> dict[str, InFiles]:
+    """Return the locations of a group's results, if they are made of whole rows of its sources."""
+    found = [files.find(name) for name, _ in group.sources]
+    rows = None if None in found else _rows(group, model, files)
+    dtypes = {each.dtype for each in found if each is not None}
+    if rows is None or len(dtypes) != 1:
+        return {}
+    dtype = dtypes.pop()
+    firsts = rows.firsts.values()
+    runs = [(each.runs[0], n) for each, n in zip(found, firsts, strict=True) if each is not None]
+    row_bytes = rows.width * dtype.itemsize
+    return {n: InFiles(dtype, _runs(made, runs, row_bytes)) for n, made in rows.made.items()}
+
+
+def _trace_quantised(
+    group: Group, model: nn.Module, files: WeightFiles | QuantisedFiles
+) -> dict[str, QuantisedInFiles]:
+    """Return the pieces of a group's results, if they are made of whole quantised weights."""
+    found = {name: files.find_quantised(name) for name, _ in group.sources}
+    rows = None if None in found.values() else _rows(group, model, files)
+    if rows is None:
+        return {}
+    source_of = {first: name for name, first in rows.firsts.items()}
+    results: dict[str, QuantisedInFiles] = {}
+    for result, numbers in rows.made.items():
+        pieces, at = list[QuantisedRuns](), 0
+        while at < numbers.numel():
+            first = int(numbers[at])
+            source = found.get(source_of.get(first, ""))
+            if source is None:
+                return {}
+            count = math.prod((files.shape(source_of[first]) or ())[:-1])
+            expected = torch.arange(first, first + count, device="cpu")
+            if not torch.equal(numbers[at : at + count], expected):
+                return {}
+            start = at * rows.width
+            pieces += [each._replace(start=start + each.start) for each in source.pieces]
+            at += count
+        results[result] = QuantisedInFiles(tuple(pieces))
+    return results
 
 
 def _runs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import re
@@ -22,6 +21,7 @@ from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .joined_files import FilesOfModel, JoinedFiles
 from .module_states import FoundStates
+from .quantised_files import dequantising
 from .section_files import SectionFiles
 from .unmanaged import unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles, match_files
@@ -55,16 +55,16 @@ def open_weights(weights: Path | Mapping[str, Path], model: nn.Module | None) ->
 
 def _open(path: Path, model: nn.Module | None) -> TensorFiles:
     base = None if model is None else base_of(model)
-    _refuse_quantised(path, base)
     files: TensorFiles
     if (path / DISTRIBUTED).is_file():
         from .distributed_checkpoint import DistributedFolder  # imports much of torch
 
         files = DistributedFolder(path)
-    elif base is not None and is_of_transformers(base):
-        files = HubFiles(base, WeightFiles(path))
     else:
-        files = WeightFiles(path)
+        own = {} if base is None else tensors_of(base)
+        files = dequantising(WeightFiles(path), own)
+        if base is not None and is_of_transformers(base):
+            files = HubFiles(base, files)
     return files if base is None or not has_sections(base) else SectionFiles(base, files)
 
 
@@ -185,8 +185,8 @@ def _unused(path: Path, names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     scales = any(_OF_QUANTISED.search(name) for name in names)
     why = (
-        "; they belong to quantised weights, which cannot be read: use a folder with bf16, fp16 or "
-        "fp32 weights" if scales
+        "; they look like scales, but no weight of the model is quantised with them: use a folder "
+        "with bf16, fp16 or fp32 weights" if scales
         else "; check that the files are those of this model, or allow them: ignore_weights=[...] "
         "takes their names, or patterns such as 'head.*'"
     )  # fmt: skip
@@ -199,30 +199,3 @@ _OF_QUANTISED = re.compile(
     r"(^|[._])(scales?|scale_inv|weight_scale(_inv|_2)?|input_scale|qweight|qzeros|g_idx|absmax|"
     r"quant_map|quant_state\..*|nested_absmax|SCB|weight_packed|zero_point|weight_zero_point)$"
 )
-
-
-def _refuse_quantised(path: Path, model: nn.Module | None) -> None:
-    """Raise if files are quantised and the model is not.
-
-    Raises:
-        ValueError: ``config.json`` in the folder says that its weights are quantised, and the
-            model's configuration does not.
-    """
-    config = path / "config.json"
-    if not config.is_file():
-        return
-    try:
-        told = json.loads(config.read_text())
-    except ValueError as error:
-        raise ValueError(f"weights: {config} is not valid JSON: {error}") from error
-    if not isinstance(told, dict):
-        return
-    for key in ("quantization_config", "compression_config"):
-        found = told.get(key)
-        own = getattr(getattr(model, "config", None), key, None)
-        if found and not own:
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise ValueError(
-                f"weights: {path} holds weights that were quantised by {method!r} ({key} in "
-                "config.json), which cannot be read; use a folder with bf16, fp16 or fp32 weights"
-            )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..io_engine.ranges import FileState
-from .weight_files import InFiles, TensorFiles
+from .weight_files import InFiles, QuantisedInFiles, TensorFiles
 
 
 class FilesOfModel(NamedTuple):
@@ -64,6 +64,11 @@ class JoinedFiles:
         """See ``TensorFiles``."""
         files, own = self._find(name)
         return files.find(own)
+
+    def find_quantised(self, name: str) -> QuantisedInFiles | None:
+        """See ``TensorFiles``."""
+        files, own = self._find(name)
+        return files.find_quantised(own)
 
     def state(self, path: Path) -> FileState:
         """See ``TensorFiles``."""

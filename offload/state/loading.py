@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import nn
@@ -14,16 +15,18 @@ from ..optim.optimizer import torch_state
 from ..optim.streamed import RECORD, StreamedRule
 from ..planning.models import by_model
 from ..planning.partition import Partition
+from ..planning.sources import SourceReader
 from ..schedule.units import ParamSpec, Unit
 from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
 from .engine_resources import EngineResources
 from .importing import match_weights, open_weights, other_tensors
+from .in_place import is_from_files
 from .initial import initialise, initialiser
 from .original_weights import OriginalWeights
 from .unmanaged import require_values
-from .weight_files import read_float
+from .weight_files import TensorFiles
 
 LARGEST_SHARE = 0.9  # of a dtype's maximum: a scale that is rounded may be larger
 
@@ -56,9 +59,17 @@ def load(
             runtime.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     _require_finite(parts, names)
 
+    quantised = SourceReader(blueprint.sources)
+
     def load_unit(unit: Unit) -> None:
         if unit.index in runtime.layout.in_place:
             resources.contents.show_in_place(unit.index)
+            taken.free(unit, theirs=False)
+            return
+        if is_from_files(unit):
+            resources.contents.load_page(
+                unit.index, lambda page: quantised.read(unit.index, page.numpy())
+            )
             taken.free(unit, theirs=False)
             return
         specs = {spec.index: spec for _, spec in unit.params}
@@ -69,7 +80,7 @@ def load(
 
         def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
             if files is not None and index in names:
-                return read_float(files, names[index])
+                return _read(files, names[index], parts.parameters[index].dtype)
             return made.get(index, parts.parameters[index].data)
 
         values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)
@@ -78,10 +89,17 @@ def load(
             spoil(runtime.executor, unit)
         taken.free(unit, theirs=files is None and not unit.packed)
 
-    with LongWork("loading weights", sum(u.weight_bytes for u in parts.units)) as done:
+    total = sum(u.weight_bytes for u in parts.units)
+    with closing(quantised), LongWork("loading weights", total) as done:
         for unit in parts.units:
             load_unit(unit)
             done(unit.weight_bytes)
+
+
+def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Read a weight; one that is quantised as its library dequantises it to ``dtype``."""
+    value = files.read(name)
+    return value if files.find_quantised(name) is None else value.to(dtype)
 
 
 def _require_finite(parts: Partition, names: Container[int]) -> None:
@@ -98,8 +116,8 @@ def _require_finite(parts: Partition, names: Container[int]) -> None:
             most = float(value.cpu().abs().amax())  # NaN, if there is one
             if not most <= LARGEST_SHARE * torch.finfo(chunk.dtype).max:
                 raise ValueError(
-                    f"{spec.name}: {most:.3g} is too large for {chunk.dtype} kept as {part.form}, "
-                    "or not finite; leave frozen= out, or mend the weight"
+                    f"{spec.name}: {most:.3g} is too large for {chunk.dtype} kept as "
+                    f"{part.form.describe()}, or not finite; leave frozen= out, or mend the weight"
                 )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..params.param_handle import managed
-from ..private import module_private, torch_private
+from ..private import bitsandbytes_private, module_private, torch_private
 from ..schedule.units import ParamSpec, Unit
 from .engine_resources import EngineResources
+from .hub_names import forget_quantisation
 from .module_states import KeptStates
 from .unmanaged import unmanaged_tensors
 
@@ -40,6 +41,7 @@ class OriginalWeights:
         self._groups: list[tuple[Any, dict[str, Any]]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: KeptStates | None = None
+        self._restore_configs: Callable[[], None] = lambda: None
 
     def note(self) -> None:
         """Save hyper-parameters, buffers and unmanaged parameters before they are overwritten."""
@@ -64,6 +66,8 @@ class OriginalWeights:
                 if buffer.device != device:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
+        bitsandbytes_private.prepare(self._model, device)
+        self._restore_configs = forget_quantisation(self._model)
         managed = set(map(id, self._parts.parameters))
         for p in self._model.parameters():
             if id(p) not in managed and p.device != device:
@@ -123,6 +127,8 @@ class OriginalWeights:
                 "overspill: the weights of %d parameters could not be given back; they are on the "
                 "meta device now: build the model again", lost,
             )  # fmt: skip
+        bitsandbytes_private.move_scales(self._model)
+        self._restore_configs()
         if self._states is not None:
             self._states.give_back()
 

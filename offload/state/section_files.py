@@ -12,7 +12,7 @@ from torch import nn
 
 from ..io_engine.ranges import FileState
 from ..planning.sections import Section, Sections, section_name
-from .weight_files import FileRun, InFiles, TensorFiles
+from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles
 
 
 class SectionFiles:
@@ -83,6 +83,25 @@ class SectionFiles:
         each = math.prod(section.section.shape[1:]) * whole.dtype.itemsize
         first, stop = section.first * each, section.experts.stop * each
         return InFiles(whole.dtype, tuple(_cut(whole.runs, first, stop)))
+
+    def find_quantised(self, name: str) -> QuantisedInFiles | None:
+        """See ``TensorFiles``; ``None`` if a piece has experts of several sections."""
+        if name not in self._sections:
+            return self._files.find_quantised(name)
+        stack, section = self._sections[name]
+        whole = self._files.find_quantised(stack)
+        if whole is None:
+            return None
+        each = math.prod(section.section.shape[1:])
+        first, stop = section.first * each, section.experts.stop * each
+        pieces = []
+        for piece in whole.pieces:
+            end = piece.start + piece.form.numel
+            if piece.start < stop and end > first:
+                if piece.start < first or end > stop:
+                    return None
+                pieces.append(piece._replace(start=piece.start - first))
+        return QuantisedInFiles(tuple(pieces))
 
 
 def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ..io_engine.ranges import FileState, state_of
 from ..planning.partition import Partition
+from ..quantised.base import Format
 from .adapters import adapter_parameters, base_of, names_in_base
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,6 +36,21 @@ class InFiles:
 
     dtype: torch.dtype
     runs: tuple[FileRun, ...]
+
+
+class QuantisedRuns(NamedTuple):
+    """The location of a piece of a quantised weight: the runs of each tensor of its format."""
+
+    start: int
+    form: Format
+    runs: Mapping[str, tuple[FileRun, ...]]
+
+
+@dataclass(frozen=True)
+class QuantisedInFiles:
+    """The location of a quantised weight: pieces in the order of its elements."""
+
+    pieces: tuple[QuantisedRuns, ...]
 
 
 class TensorFiles(Protocol):
@@ -61,6 +77,10 @@ class TensorFiles(Protocol):
 
     def find(self, name: str) -> InFiles | None:
         """Return where a tensor lies, or ``None`` if it has to be computed from the files."""
+        ...
+
+    def find_quantised(self, name: str) -> QuantisedInFiles | None:
+        """Return where a quantised weight lies; ``None`` if it is not quantised."""
         ...
 
     def state(self, path: Path) -> FileState:
@@ -152,11 +172,25 @@ class WeightFiles:
 
     def find(self, name: str) -> InFiles | None:
         """See ``TensorFiles``."""
+        dtype, run = self._header_of(name).get(name, (None, None))
+        return None if dtype is None or run is None else InFiles(dtype, (run,))
+
+    def find_quantised(self, name: str) -> None:
+        """See ``TensorFiles``; ``QuantisedFiles`` knows what is quantised."""
+
+    def run(self, name: str) -> FileRun:
+        """Return where the bytes of a tensor of any dtype lie.
+
+        Raises:
+            KeyError: there is no such tensor, or its dtype is unknown.
+        """
+        return self._header_of(name)[name][1]
+
+    def _header_of(self, name: str) -> dict[str, tuple[torch.dtype, FileRun]]:
         file = self._where[name]
         if file not in self._headers:
             self._headers[file], self._states[file] = _header(file)
-        dtype, run = self._headers[file].get(name, (None, None))
-        return None if dtype is None or run is None else InFiles(dtype, (run,))
+        return self._headers[file]
 
     def state(self, path: Path) -> FileState:
         """See ``TensorFiles``."""
@@ -169,13 +203,12 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
     "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-_IN_PLACE = ("F64", "F32", "F16", "BF16")  # dtypes that can be read in place
 
 
 def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileState]:
-    """Read where the floating-point tensors of a safetensors file lie, and the file's identity.
+    """Read where the tensors of a safetensors file lie, and the file's identity.
 
     The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes, to
     which offsets are relative.  The file was opened as safetensors before, so it is valid.
@@ -186,7 +219,7 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
         entries = json.loads(stream.read(length))
     found = {}
     for name, entry in entries.items():
-        if name != "__metadata__" and entry["dtype"] in _IN_PLACE:
+        if name != "__metadata__" and entry["dtype"] in DTYPES:
             start, stop = entry["data_offsets"]
             run = FileRun(file, 8 + length + start, stop - start)
             found[name] = DTYPES[entry["dtype"]], run
@@ -247,26 +280,15 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
 
 def _no_weight(dtypes: Collection[torch.dtype], wanted: torch.dtype) -> str | None:
     """Return why tensors of ``dtypes`` are not the values of a parameter of dtype ``wanted``."""
+    if set(dtypes) == {wanted}:
+        return None  # the model computes with them
+    if not (wanted.is_floating_point or wanted.is_complex):
+        return f"is {', '.join(map(str, dtypes))}, and the model has {wanted} there"
     for dtype in dtypes:
         number = dtype.is_floating_point or dtype.is_complex
         if not number or (dtype.itemsize == 1 and wanted.itemsize > 1):
             return (
-                f"is {dtype}: codes of a quantised weight, which mean nothing without their scale "
-                "(quantised files cannot be read; use a folder with bf16, fp16 or fp32 weights)"
+                f"is {dtype}: codes of a quantised weight, and the files have no scales for them "
+                "that are known; use a folder with bf16, fp16 or fp32 weights"
             )
     return None
-
-
-def read_float(files: TensorFiles, name: str) -> torch.Tensor:
-    """Read a tensor of weights.
-
-    Raises:
-        ValueError: it holds integers, as quantised weights do.
-    """
-    value = files.read(name)
-    if not (value.is_floating_point() or value.is_complex()):
-        raise ValueError(
-            f"weights: {files.path}: {name} is of {value.dtype}, which is no weight as it stands: "
-            "quantised files are not supported"
-        )
-    return value

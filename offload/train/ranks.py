@@ -22,7 +22,7 @@ from ..ranks.filling import give_memory, memory_of
 from ..ranks.parts import rows_of_rank
 from ..state.importing import Others, open_weights
 from ..state.initial import default_init, initialise
-from ..state.weight_files import match_files, read_float
+from ..state.weight_files import match_files
 
 PATIENCE = timedelta(minutes=15)  # for a rank that does not answer
 
@@ -128,9 +128,7 @@ def _of_files(model: nn.Module, weights: Path) -> dict[str, torch.Tensor]:
     managed = frozenset(map(id, parts.parameters))
     Others(files, model, set(found.values()), managed).load()
     names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        names[id(parts.parameters[index])]: read_float(files, name) for index, name in found.items()
-    }
+    return {names[id(parts.parameters[index])]: files.read(name) for index, name in found.items()}
 
 
 def _initial(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -204,4 +204,6 @@ def find_model(name: str) -> ModelSource:
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"model: {folder / 'config.json'} cannot be read: {error}") from error
     config.use_cache = False
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights are dequantised as they are read
     return ModelSource(folder.name or str(folder), config, folder)

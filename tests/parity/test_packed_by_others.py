@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import overspill
+from overspill.facts.tier import Tier
 from tests.devices import CPU, SIM, about_cpu, normal, plainly
 
 nn_of_theirs: Any = pytest.importorskip("bitsandbytes.nn")
@@ -94,12 +96,39 @@ def test_the_same_bits(kind: str, place: str, tmp_path: Path) -> None:
     assert all(same_bits(value, state[name]) for name, value in again.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_move_and_nothing_keeps_them(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither graphs nor layers: the largest of eight would otherwise not fit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(kind) for _ in range(8))).to("cpu")
+    inner = torch.optim.AdamW(trained(model), lr=0.01)
+    more = {**STREAMED[SIM], "host_memory": "400KiB"}
+    with overspill.wrap(model, inner, **more) as optimizer:
+        losses(model, optimizer)
+        codes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        assert optimizer.stats.copy_in.bytes > codes, "in forward, and again in backward"
+        device = optimizer.memory[Tier.DEVICE]
+        assert device.peak_bytes <= device.budget_bytes
+        model.eval()
+        with torch.no_grad():
+            model(normal(0, 4, WIDTH))
+    assert not [each for each in caplog.records if each.name.startswith("overspill")]
+
+
 def test_what_stays_on_the_device_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = build("8 bits")
+    class Packed(nn.Linear):
+        """As GPTQ's layers, which keep their codes in buffers."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("qweight", torch.zeros(64, 64, dtype=torch.int32))
+
+    model = nn.Sequential(Packed(), nn.Linear(4, 4))
     inner = torch.optim.AdamW(trained(model))
     with overspill.wrap(model, inner, nvme=tmp_path, **STREAMED[SIM]):
         assert "stay on the device, and every commit writes them" in caplog.text
-        assert "base.weight (Int8Params)" in caplog.text
+        assert "0.qweight (Tensor)" in caplog.text
+        assert "To move weights that another library has quantised" in caplog.text
     caplog.clear()
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     with overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU):
@@ -131,17 +160,24 @@ def test_layers_that_are_not_quantised_yet_are_refused(kind: str) -> None:
         assert len(losses(model, optimizer)) == 4
 
 
-def test_codes_that_are_stored_as_numbers_are_refused() -> None:
-    """Their code keeps such weights from its forward on, so they could not move."""
-    refused = nn.Sequential(layer("4 bits", quant_storage=torch.bfloat16), nn.Linear(WIDTH, 1))
-    model = refused.to("cpu")
+@pytest.mark.parametrize("remedy", ["integers", "no precision"])
+def test_codes_that_are_stored_as_numbers_are_not_converted(remedy: str) -> None:
+    def build_with(storage: torch.dtype) -> Any:
+        made = nn.Sequential(layer("4 bits", quant_storage=storage), nn.Linear(WIDTH, 1))
+        return made.to("cpu")
+
+    model = build_with(torch.bfloat16)
     inner = torch.optim.AdamW(model[1].parameters())
     with pytest.raises(overspill.OffloadError, match=r"bnb_4bit_quant_storage=torch\.uint8"):
-        overspill.wrap(model, inner, device=CPU)
-    accepted = nn.Sequential(layer("4 bits", quant_storage=torch.uint8), nn.Linear(WIDTH, 1))
-    model = accepted.to("cpu")
-    with overspill.wrap(model, torch.optim.AdamW(model[1].parameters()), device=CPU) as optimizer:
-        assert len(losses(model, optimizer)) == 4
+        overspill.wrap(model, inner, device=CPU, precision="fp32")
+    options = {"precision": "fp32"} if remedy == "integers" else {}
+    if remedy == "integers":
+        model = build_with(torch.uint8)
+    plain = copy.deepcopy(model)
+    expected = losses(plain, plainly(overspill.optim.AdamW, list(plain[1].parameters()), lr=0.01))
+    inner = torch.optim.AdamW(model[1].parameters(), lr=0.01)
+    with overspill.wrap(model, inner, device=SIM, device_memory="1MiB", **options) as optimizer:
+        assert losses(model, optimizer) == expected
 
 
 def test_weights_that_are_quantised_when_they_are_used_are_trained() -> None:

@@ -296,8 +296,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("io_engine/atomic_files.py", "that others had created meanwhile are in {}: move them back"): (
         "tests/unit/test_replaced_folders.py::test_files_of_others_that_cannot_be_moved_back"
     ),
-    ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
-        "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
+    ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or leave precision out"): (
+        "tests/parity/test_packed_by_others.py::"
+        "test_codes_that_are_stored_as_numbers_are_not_converted"
     ),
     ("offload/checks.py", "is not quantised yet: its class does that when"): (
         "tests/parity/test_packed_by_others.py::test_layers_that_are_not_quantised_yet_are_refused"
@@ -354,9 +355,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 
 # Messages about another machine or environment than the one that runs the tests.
 NOT_HERE: dict[tuple[str, str], str] = {
-    ("offload/checks.py", "is quantised on {}, and so are its scales; call model.to("): (
-        "a GPU, and bitsandbytes"
-    ),
     ("io_engine/aiofiles_backend.py", "pip install aiofiles"): (
         "an environment without the package"
     ),

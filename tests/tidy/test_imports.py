@@ -34,6 +34,7 @@ LEVELS = [
     {"overspill.planning"},
     {"overspill.config"},
     {"overspill.measure", "overspill.observe"},
+    {"overspill.quantised"},
     {"overspill.errors", "overspill.paths"},
     {"overspill.io_engine", "overspill.optim"},
     {"overspill.schedule"},

@@ -1,0 +1,79 @@
+"""QLoRA as people write it: ``from_pretrained`` with bitsandbytes, peft, and ``wrap``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import overspill
+from overspill.facts.tier import Tier
+from tests.devices import SIM, about_cpu, plainly
+from tests.quantised import folders
+from tests.quantised.folders import LLAMA, Folders
+from tests.quantised.test_training import steps
+
+pytestmark = about_cpu  # bitsandbytes has no kernels for the test device
+
+TIGHT: dict[str, Any] = {"device": SIM, "device_memory": "320KiB", "host_memory": "64MiB"}
+KINDS = {
+    "4 bits": BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ),
+    "8 bits": BitsAndBytesConfig(load_in_8bit=True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return folders.made(tmp_path_factory.mktemp("nf4"), LLAMA, "nf4")
+
+
+def build(folder: Path, kind: str | None, *, checkpoints: bool) -> Any:
+    more = {} if kind is None else {"quantization_config": KINDS[kind]}
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map="cpu", **more
+    )
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=checkpoints)
+    torch.manual_seed(3)
+    adapted = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    return get_peft_model(base, adapted).train()
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_losses_are_those_in_memory(
+    pair: Folders, kind: str | None, checkpoints: bool, tmp_path: Path
+) -> None:
+    folder = pair.quantised if kind is None else pair.plain
+    plain = build(folder, kind, checkpoints=checkpoints)
+    expected = steps(plain, plainly(overspill.optim.AdamW, trained(plain), lr=1e-2), 0, 3)
+    model = build(folder, kind, checkpoints=checkpoints)
+    inner = torch.optim.AdamW(trained(model), lr=1e-2)
+    with overspill.wrap(model, inner, **TIGHT) as optimizer:
+        assert steps(model, optimizer, 0, 3) == expected
+        assert optimizer.stats.copy_in.bytes > 0, "the base is streamed"
+        device = optimizer.memory[Tier.DEVICE]
+        assert device.peak_bytes <= device.budget_bytes
+        model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_merged_weights_are_those_of_the_layers_in_memory(pair: Folders) -> None:
+    plain = build(pair.quantised, None, checkpoints=False)
+    model = build(pair.quantised, None, checkpoints=False)
+    inner = torch.optim.AdamW(trained(model), lr=1e-2)
+    with overspill.wrap(model, inner, **TIGHT):
+        found = dict(overspill.named_weights(model))
+    for name, p in plain.named_parameters():
+        assert found[name].dtype == p.dtype
+        assert torch.equal(found[name], p), name
