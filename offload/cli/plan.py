@@ -210,9 +210,13 @@ class _Asked:
         from ..observe.export import save_trace
         from ..train.choices import model_for
         from ..train.gains import gains, planner
+        from ..train.shapes import quantised_by
 
-        model = model_for(self.name, lora_rank, self.options.get("frozen"))
-        make = planner(model, self.options, optimizer)
+        frozen, options = self.options.get("frozen"), self.options
+        model = model_for(self.name, lora_rank, frozen)
+        if lora_rank is not None and frozen is None and quantised_by(self.name) is not None:
+            options = {**options, "weights": self.name}
+        make = planner(model, options, optimizer)
         made = make(self.target, self.tokens, {"measure": measure})
         here = len(self.options.get("nvme", ("",)))
         disks = here if self.target is None else self.target.disks

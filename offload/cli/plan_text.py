@@ -298,7 +298,8 @@ def show_choices(choices: Sequence[Choice], tokens: int) -> None:
 
 
 def _flags(choice: Choice) -> str:
-    flags = [f"--{name} {value}" for name, value in choice.recipe.options.items()]
+    options = choice.recipe.options.items()  # plan takes the weights of a quantised folder
+    flags = [f"--{name} {value}" for name, value in options if name != "weights"]
     rank = choice.recipe.lora_rank
     return " ".join(flags + ([] if rank is None else [f"--lora-rank {rank}"]))
 

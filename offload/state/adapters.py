@@ -19,6 +19,7 @@ from ..errors import ModelError
 from ..private import torch_private
 
 log = logging.getLogger("overspill")
+ADDED = "_overspill_added"  # attribute of a model: parameters that files need not have
 _WITHIN = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
@@ -49,9 +50,12 @@ def _prefix(model: nn.Module) -> str:
 
 
 def adapter_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that peft has added to the base, trained or not."""
+    """Return the parameters that peft has added to the base, trained or not.
+
+    They may also be named by the attribute ``ADDED`` of the model.
+    """
     if not has_adapters(model):
-        return frozenset()
+        return frozenset(getattr(model, ADDED, ()))
     found = {p for layer in _layers(model) for p in layer.parameters}
     inside = set(base_of(model).parameters())
     return frozenset(found | {p for p in model.parameters() if p not in inside})

@@ -50,7 +50,7 @@ def load(
         ignored = config.ignore_weights or ()
         for others in other_tensors(files, model, set(names.values()), managed, ignored):
             others.load()
-    require_values(model, managed)
+    require_values(model, _initialised(parts, names))
     init = initialiser(model, config.init)
     taken.move_unmanaged()
     for index, p in enumerate(parts.parameters):
@@ -94,6 +94,14 @@ def load(
         for unit in parts.units:
             load_unit(unit)
             done(unit.weight_bytes)
+
+
+def _initialised(parts: Partition, names: Container[int]) -> frozenset[int]:
+    """Return the ids of parameters in files, and of those that an initialiser can fill."""
+    return frozenset(
+        id(p) for index, p in enumerate(parts.parameters)
+        if index in names or p.is_floating_point() or p.is_complex()
+    )  # fmt: skip
 
 
 def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -97,13 +97,16 @@ def renamed_parameters(
     return {name: other for name, other in now if other != name}
 
 
-def require_values(model: nn.Module, managed: Container[int]) -> None:
-    """Raise if an unmanaged tensor has no values.
+def require_values(model: nn.Module, initialised: Container[int]) -> None:
+    """Raise if a tensor has no values, and no initialiser gives it any.
+
+    Args:
+        initialised: ids of parameters that files or initialisers fill.
 
     Raises:
         OffloadError: an integer parameter or a buffer is on meta, and no file provides its values.
     """
-    for name, tensor in unmanaged_tensors(model, managed).items():
+    for name, tensor in unmanaged_tensors(model, initialised).items():
         if tensor.is_meta:
             raise ModelError(
                 f"{name!r} ({tensor.dtype}) is on meta and has no values; build it with memory "

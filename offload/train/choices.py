@@ -14,7 +14,7 @@ from ..facts.machine import Machine
 from ..facts.tier import Tier
 from ..planning.plan import Plan
 from .gains import Make, planner
-from .shapes import SHAPES, plan_model
+from .shapes import SHAPES, plan_model, quantised_by
 from .skeletons import add_lora
 
 LEAST = 64 << 20  # bytes, where the search for the least budget begins
@@ -40,14 +40,20 @@ class Choice:
     least: bool = False
 
 
-def recipes(lora_rank: int = LORA_RANK) -> list[Recipe]:
-    """What is worth a look, from all parameters to the least that is trained."""
+def recipes(lora_rank: int = LORA_RANK, name: str | None = None) -> list[Recipe]:
+    """What is worth a look, from all parameters to the least that is trained.
+
+    Args:
+        name: the model; if its files are quantised, LoRA over them as they are is a recipe.
+    """
     none = MappingProxyType[str, Any]({})
     lora = f"LoRA, rank {lora_rank}"
+    method = None if name is None else quantised_by(name)
+    over_files = Recipe(f"{lora}, base in {method} files", {"weights": name}, lora_rank)
     return [
         Recipe("all, fp32 moments", none),
         Recipe("all, int8 moments", {"moments": "int8"}),
-        Recipe(lora, none, lora_rank),
+        *([Recipe(lora, none, lora_rank)] if method is None else [over_files]),
         Recipe(f"{lora}, base in int8", {"frozen": "int8"}, lora_rank),
         Recipe(f"{lora}, base in nf4", {"frozen": "nf4"}, lora_rank),
     ]
@@ -78,7 +84,7 @@ def choices(
         ValueError, BudgetError: as ``plan`` does.
     """
     found: list[Choice] = []
-    for recipe in recipes(lora_rank):
+    for recipe in recipes(lora_rank, name):
         make = planner(model_for(name, recipe.lora_rank), {**options, **recipe.options})
         quick = {"every_update": False}
         whole = make(machine, tokens, quick)

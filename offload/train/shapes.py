@@ -179,6 +179,21 @@ def plan_model(name: str) -> nn.Module:
     return find_model(name).build()
 
 
+def quantised_by(name: str) -> str | None:
+    """The method that quantised the weights in a Hugging Face folder; ``None`` for other models.
+
+    Raises:
+        ValueError: its configuration is not valid JSON.
+    """
+    folder = Path(name)
+    if name in SHAPES or not (folder.is_dir() and any(folder.glob("*.safetensors"))):
+        return None
+    from ..state.quantised_files import quantisation_of
+
+    config = quantisation_of(folder)
+    return None if config is None else str(config.get("quant_method"))
+
+
 def _refuse_unknown(name: str) -> NoReturn:
     near = difflib.get_close_matches(name, SHAPES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"shapes: {', '.join(SHAPES)}"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..optim.joint import JointOptimizer
+from ..state.adapters import ADDED
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
@@ -115,6 +116,7 @@ def add_lora(model: nn.Module, rank: int) -> None:
     matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, _Matrix)) and m is not head]
     if not matrices:
         raise ValueError("LoRA: the model has no matrices that a plan knows as such")
+    added: list[nn.Parameter] = []
     most = min(max(m.weight.shape) for m in matrices)
     if rank > most:
         raise ValueError(f"the rank of LoRA must be at most {most}, a matrix's size, got {rank}")
@@ -122,8 +124,11 @@ def add_lora(model: nn.Module, rank: int) -> None:
         rows, columns = m.weight.shape
         inputs, outputs = (columns, rows) if isinstance(m, nn.Linear) else (rows, columns)
         made = {"device": m.weight.device, "dtype": m.weight.dtype}
-        m.lora_A = nn.Linear(inputs, rank, bias=False, **made)
-        m.lora_B = nn.Linear(rank, outputs, bias=False, **made)
+        first = nn.Linear(inputs, rank, bias=False, **made)
+        second = nn.Linear(rank, outputs, bias=False, **made)
+        m.lora_A, m.lora_B = first, second
+        added += [*first.parameters(), *second.parameters()]
+    model.__dict__[ADDED] = added
 
 
 def skeleton_adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -65,7 +65,7 @@ def test_integer_parameters_on_meta_come_from_the_files(tmp_path: Path) -> None:
     with overspill.empty_init():
         model = Counted()
     trained = [model.layer.weight, model.layer.bias]
-    with pytest.raises(overspill.OffloadError, match="Counted has parameters on meta"):
+    with pytest.raises(overspill.OffloadError, match=r"'table' \(torch\.int64\) is on meta"):
         overspill.wrap(model, torch.optim.AdamW(trained), **KEPT)
     with overspill.wrap(model, torch.optim.AdamW(trained), weights=folder, **KEPT):
         assert model.table.tolist() == [0, 1, 2, 3, 4, 5]
@@ -116,7 +116,7 @@ def _quantised() -> dict[str, tuple[dict[str, torch.Tensor], Any, str]]:
         "fp8 by blocks": ({**plain, "0.weight": codes, "0.weight_scale_inv": torch.ones(3, 1)},
                           None, r"0\.weight of \(.*\) has scales of \(3, 1\), which do not fit"),
         "fp8 without a scale": ({**plain, "0.weight": codes}, fp8,
-                                r"0\.weight is torch\.float8_e4m3fn and has no scale"),
+                                r"0\.weight is fp8 and has no scale"),
         "int8": ({**plain, "0.weight": (weight * 100).to(torch.int8)}, None,
                  r"0\.weight is torch\.int8: codes of a quantised weight"),
         "bf16 with a scale": ({**plain, "0.weight": weight.bfloat16(), "0.weight_scale": one}, None,
