@@ -41,6 +41,7 @@ ROOMS = (
     "params",
     "planning",
     "private",
+    "quantised",
     "ranks",
     "schedule",
     "state",
