@@ -1,5 +1,6 @@
 """Weights that are not trained: a model that only generates, beside accelerate's disk offload; an
-adapter over a base that does not fit; and how soon a large base is wrapped.
+adapter over a base that does not fit, or whose files are quantised; and how soon a large base is
+wrapped.
 
 Models are of a Llama's shape, made here; arms are processes of their own, each with a limit for all
 its memory where control groups allow it.
@@ -23,6 +24,8 @@ from .results import Column, Comparison, Outcome, number, others, outcome, sprea
 from .runner import Row, Sample, run_interleaved
 
 MIB = 1 << 20
+INDEX = "model.safetensors.index.json"
+QUANTISED = ("nf4", "fp8")  # methods of files
 BESIDE = 448 << 20  # what a process takes beside the engine: the KV cache, results, code
 LIMIT_S = 900.0
 
@@ -88,8 +91,60 @@ def make_files(shape: Llama, folder: Path, shard_bytes: int = 2 * GIB) -> None:
             index.update(dict.fromkeys(shard, file))
             shard, held = {}, 0
     content = {"metadata": {}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    (folder / INDEX).write_text(json.dumps(content))
     (folder / "config.json").write_text(config.to_json_string())
+
+
+def quantise_files(folder: Path, out: Path, method: str, *, plain: Path | None = None) -> None:
+    """Write a folder of ``make_files`` again with its layers quantised.
+
+    Args:
+        method: ``"fp8"`` in blocks of 128 x 128, or ``"nf4"`` of bitsandbytes.
+        plain: where to write the values that the layers have then, in bf16.
+    """
+    from safetensors.torch import load_file, save_file
+
+    quantise = {"fp8": _fp8, "nf4": _nf4}[method]
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    written: dict[str, str] = {}
+    for each in filter(None, (out, plain)):
+        each.mkdir(parents=True)
+    for file in dict.fromkeys(index.values()):
+        codes, values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, weight in load_file(folder / file).items():
+            of_layer = ".layers." in name and weight.dim() == 2
+            made, value = quantise(name, weight) if of_layer else ({name: weight}, weight)
+            codes |= made
+            values[name] = value
+        save_file(codes, out / file, metadata={"format": "pt"})
+        written |= dict.fromkeys(codes, file)
+        if plain is not None:
+            save_file(values, plain / file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    for each, names in ((out, written), (plain, index)):
+        if each is not None:
+            (each / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+            (each / "config.json").write_text(json.dumps(config))
+    how = {"fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+           "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True}}  # fmt: skip
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": how[method]}))
+
+
+def _fp8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows // 128, 128, columns // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    value = (codes.float() * scales[:, None, :, None]).view(rows, columns).to(weight.dtype)
+    return {name: codes.view(rows, columns), f"{name}_scale_inv": scales}, value
+
+
+def _nf4(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    more = {f"{name}.{key}": each for key, each in state.as_dict(packed=True).items()}
+    return {name: codes, **more}, dequantize_4bit(codes, state)
 
 
 class Served:
@@ -184,6 +239,37 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
                    "frozen": form}  # fmt: skip
         name = f"overspill, {form or 'in place'}"
         arms.append(Served(name, {**spec, "how": "overspill", "options": options}, {"steps": 1}))
+    title = (
+        f"LoRA over a base in {sizes.base_room / MIB:.0f} MiB of host memory, activations beside "
+        f"it, {sizes.length} tokens a step"
+    )
+    return _steps(title, arms, sizes)
+
+
+def _adapters_over_files(sizes: Sizes, folder: Path, store: Path, method: str) -> Comparison:
+    """Steps over a base that is quantised in its files, beside the dequantised one in memory."""
+    out, plain = store / method, store / f"{method}-plain"
+    quantise_files(folder, out, method, plain=plain)
+    spec = {"batch": 1, "tokens": sizes.length, "limit": None}
+    place = store / f"{method}-store"
+    place.mkdir()
+    options = {"host_memory": sizes.base_room, "nvme": str(place), "activations": "keep"}
+    arms = [
+        Served("torch and peft, dequantised, in memory",
+               {**spec, "folder": str(plain), "how": "memory", "options": {}}, {"steps": 1}),
+        Served(f"overspill, {method} files in place",
+               {**spec, "folder": str(out), "how": "overspill", "options": options}, {"steps": 1}),
+    ]  # fmt: skip
+    in_files = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    title = (
+        f"LoRA over {method} files of {in_files / MIB:.0f} MiB in {sizes.base_room / MIB:.0f} MiB "
+        f"of host memory, {sizes.length} tokens a step"
+    )
+    return _steps(title, arms, sizes)
+
+
+def _steps(title: str, arms: list[Served], sizes: Sizes) -> Comparison:
+    """Steps of each arm, beside those of the first."""
     rows = run_interleaved(arms, sizes.rounds)
 
     def losses(row: Row) -> list[Any]:
@@ -203,20 +289,18 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
         ("made in", lambda row: number(row.facts.get("made_s"), " s")),
         ("others", others),
     ]
-    title = (
-        f"LoRA over a base in {sizes.base_room / MIB:.0f} MiB of host memory, activations beside "
-        f"it, {sizes.length} tokens a step"
-    )
     return Comparison(title, asdict(sizes), rows, columns)
 
 
-def _wrapped(sizes: Sizes, folder: Path) -> Comparison:
-    """How soon a base is there, and what that takes."""
-    spec = {"folder": str(folder), "batch": 1, "how": "overspill", "limit": None}
-    arms = [
-        Served("generation", {**spec, "options": {"host_memory": 2 * GIB}}, {}),
-        Served("LoRA", {**spec, "tokens": 8, "options": {"host_memory": 4 * GIB}}, {}),
-    ]
+def _wrapped(sizes: Sizes, folders: Mapping[str, Path]) -> Comparison:
+    """How soon a base is there, by the format of its files, and what that takes."""
+    arms = []
+    for form, folder in folders.items():
+        spec = {"folder": str(folder), "batch": 1, "how": "overspill", "limit": None}
+        arms += [
+            Served(f"generation, {form}", {**spec, "options": {"host_memory": 2 * GIB}}, {}),
+            Served(f"LoRA, {form}", {**spec, "tokens": 8, "options": {"host_memory": 4 * GIB}}, {}),
+        ]
     rows = []
     for arm in arms:
         facts = arm.start()
@@ -231,6 +315,15 @@ def _wrapped(sizes: Sizes, folder: Path) -> Comparison:
     return Comparison("wrap of a base that is read in place", asdict(sizes), rows, columns)
 
 
+def _large(sizes: Sizes, store: Path) -> Comparison:
+    folders = {"bf16": store / "large"}
+    make_files(sizes.large, folders["bf16"])
+    for method in QUANTISED:
+        folders[method] = store / f"large-{method}"
+        quantise_files(folders["bf16"], folders[method], method)
+    return _wrapped(sizes, folders)
+
+
 def run(*, quick: bool, folder: Path) -> Outcome:
     """Runs the suite; its files live in ``folder`` as long as it runs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -240,6 +333,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
         make_files(sizes.shape, store / "model")
         found = [_generation(sizes, store / "model", store, batch) for batch in sizes.batches]
         found.append(_adapters(sizes, store / "model", store))
-        make_files(sizes.large, store / "large")
-        found.append(_wrapped(sizes, store / "large"))
+        for method in QUANTISED:
+            found.append(_adapters_over_files(sizes, store / "model", store, method))
+        found.append(_large(sizes, store))
     return outcome("frozen", found, folder)
