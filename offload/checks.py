@@ -14,7 +14,7 @@ from .movement.accelerators.choose import Accelerator
 from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
 from .params.param_handle import managed
-from .private import torch_private
+from .private import peft_private, torch_private
 
 
 def check_model(
@@ -71,10 +71,13 @@ def check_modules(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise ModelError(f"{kind} is not supported: overspill trains on one device")
-        if kind == "ParamWrapper" and type(module).__module__.startswith("peft."):
+    for name, wrapper in peft_private.wrappers(model):
+        found = peft_private.adapted(wrapper)
+        if not isinstance(found, nn.Parameter) or found.requires_grad:
+            what = "is trained itself" if isinstance(found, nn.Parameter) else "is in sections"
             raise ModelError(
-                f"module {name!r}: peft's target_parameters replaces parameters while the model "
-                "runs, which is not supported; name modules in target_modules instead"
+                f"module {name!r}: peft's target_parameters adapts {wrapper.parameter_name!r}, "
+                f"which {what}; leave it whole and freeze it, or leave it out"
             )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..params.param_handle import managed
-from ..private import bitsandbytes_private, module_private, torch_private
+from ..private import bitsandbytes_private, module_private, peft_private, torch_private
 from ..schedule.units import ParamSpec, Unit
 from .engine_resources import EngineResources
 from .hub_names import forget_quantisation
@@ -67,10 +67,11 @@ class OriginalWeights:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
         bitsandbytes_private.prepare(self._model, device)
+        peft_private.prepare(self._model, managed)
         self._restore_configs = forget_quantisation(self._model)
-        managed = set(map(id, self._parts.parameters))
+        mine = set(map(id, self._parts.parameters))
         for p in self._model.parameters():
-            if id(p) not in managed and p.device != device:
+            if id(p) not in mine and p.device != device:
                 self._moved.append((p, p.data))
                 p.data = p.data.to(device)
 

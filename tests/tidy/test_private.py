@@ -18,6 +18,7 @@ OWNERS = ("self", "cls", "mcs")
 OF_FRAMEWORKS = {
     "offload/integrations/accelerate.py": {"_models", "_optimizers"},
     "offload/closeable.py": {"_is_owned"},
+    "offload/private/peft_private.py": {"_activate_lora"},
 }
 
 
