@@ -98,7 +98,7 @@ class Memory:
             self.lease = None
 
     def _allocate_unpacked(self, nbytes: int) -> torch.Tensor:
-        self._unpacked = allocate_host(nbytes)
+        self._unpacked = allocate_host(nbytes, populate=self._at_once)
         return torch.from_numpy(self._unpacked.array)[:nbytes]
 
     def _free_unpacked(self) -> None:
