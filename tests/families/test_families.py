@@ -52,6 +52,13 @@ def moved(batch: Any) -> Any:
     return batch.to(DEVICE) if isinstance(batch, torch.Tensor) else batch
 
 
+def drop_kept_graphs(model: Any) -> None:
+    """Drop what layers of RecurrentGemma keep of their last state, and of its graph."""
+    for module in model.modules():
+        if "recurrent_states" in vars(module):
+            module.recurrent_states = None
+
+
 def train(family: Family, model: Any, optimizer: Any, mode: str) -> list[float]:
     found = []
     for step in range(STEPS):
@@ -60,6 +67,7 @@ def train(family: Family, model: Any, optimizer: Any, mode: str) -> list[float]:
         np.random.seed(step)  # of what models of speech mask
         loss = family.loss(model, moved(family.batch(step)))
         loss.backward()
+        drop_kept_graphs(model)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
