@@ -14,7 +14,7 @@ from .movement.accelerators.choose import Accelerator
 from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
 from .params.param_handle import managed
-from .private import peft_private, torch_private
+from .private import bitsandbytes_private, peft_private, torch_private
 
 
 def check_model(
@@ -177,6 +177,11 @@ def check_packed(model: nn.Module, accelerator: Accelerator, precision: torch.dt
         if not theirs or getattr(p, "has_fp16_weights", False):
             continue
         what = f"parameter {name!r} ({type(p).__name__})"
+        if bitsandbytes_private.is_reordered(p):
+            raise ModelError(
+                f"{what} has codes in an order for CPUs with AVX-512 BF16, which the first forward "
+                "in eval mode sets; load the model again, and wrap it before its first forward"
+            )
         if not p.is_floating_point():
             continue
         if getattr(p, "quant_state", None) is not None:

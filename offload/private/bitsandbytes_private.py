@@ -3,7 +3,8 @@
 Their products keep the codes for backward where autograd's hooks do not see them, and an 8-bit
 layer keeps a second reference to its codes.  Either would keep every layer on the device.  So the
 products of managed weights keep what they need by ``save_for_backward``, and 8-bit layers get their
-codes from the parameter.
+codes from the parameter.  Layers also convert their biases for good; managed ones are converted for
+each forward instead.
 """
 
 from __future__ import annotations
@@ -12,63 +13,116 @@ import copy
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 _NAME = "bitsandbytes"
+IsManaged = Callable[[Any], object]
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """Return the 4- and 8-bit layers of a model whose weights are quantised already."""
+    """Return the 4- and 8-bit layers and embeddings whose weights are quantised already."""
     if _NAME not in sys.modules:
         return []
-    theirs = importlib.import_module(f"{_NAME}.nn")
-    found: list[Any] = []
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        four = isinstance(module, theirs.Linear4bit) and getattr(weight, "quant_state", None)
-        eight = isinstance(module, theirs.Linear8bitLt) and not module.state.has_fp16_weights
-        if four or (eight and weight is not None and weight.dtype == torch.int8):
-            found.append(module)
-    return found
+    found = (module for module in model.modules() if _is_four_bit(module) or _is_eight_bit(module))
+    return list(found)
 
 
-def prepare(model: nn.Module, device: torch.device) -> None:
+def _is_four_bit(module: Any) -> bool:
+    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+
+
+def _is_eight_bit(module: Any) -> bool:
+    weight: Any = getattr(module, "weight", None)
+    theirs = type(weight).__module__.partition(".")[0] == _NAME
+    return theirs and hasattr(weight, "SCB") and weight.dtype == torch.int8
+
+
+def is_reordered(parameter: Any) -> bool:
+    """Return whether the codes of a weight were reordered for AVX-512 with bf16."""
+    state = getattr(parameter, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def prepare(model: nn.Module, device: torch.device, is_managed: IsManaged) -> None:
     """Prepare the layers of a model for weights that move, and move their scales to ``device``.
 
-    Except for the scales it need not be undone: the layers compute the same afterwards.
+    ``give_back`` undoes it.
     """
     found = layers(model)
     if found:
         _keep_codes_by_autograd()
+        _convert_biases_for_a_while(is_managed)
     for module in found:
-        if _quant_state(module) is not None:
+        if _is_four_bit(module):
             # It would replace the codes by those in another order, for AVX-512 with bf16.
             module.support_avx512bf16_for_cpu = False
             continue
-        weight, state = module.weight, module.state
-        state.CB = weight.CB = None
-        # Its first forward would take the scales from the weight, where load_state_dict needs them.
-        state.SCB = weight.SCB = state.SCB if weight.SCB is None else weight.SCB
-    move_scales(model, device)
+        weight, state = module.weight, getattr(module, "state", None)
+        weight.CB = None
+        if state is not None:
+            # Its first forward would take the scales from the weight, but load_state_dict needs
+            # them there.
+            state.CB, weight.SCB = None, state.SCB if weight.SCB is None else weight.SCB
+            state.SCB = weight.SCB
+    _move_scales(found, device)
 
 
-def move_scales(model: nn.Module, device: torch.device | None = None) -> None:
-    """Move the scales of all layers to ``device``; ``None``: to where their weights are."""
-    for module in layers(model):
+def give_back(model: nn.Module) -> None:
+    """Prepare the layers of a model for weights that are in memory again, as bitsandbytes does."""
+    found = layers(model)
+    for module in found:
+        if not _is_four_bit(module) and not module.weight.is_meta:
+            module.weight.CB = module.weight.data
+    _move_scales(found, None)
+
+
+def _move_scales(found: list[Any], device: torch.device | None) -> None:
+    """Move the scales of layers to ``device``; ``None``: to where their weights are."""
+    for module in found:
         to = module.weight.device if device is None else device
         if to.type == "meta":
             continue
-        if (state := _quant_state(module)) is not None:
-            state.to(to)
-        elif module.state.SCB is not None:
-            module.state.SCB = module.weight.SCB = module.state.SCB.to(to)
+        if _is_four_bit(module):
+            module.weight.quant_state.to(to)
+            continue
+        if module.weight.SCB is not None:
+            module.weight.SCB = module.weight.SCB.to(to)
+        if getattr(module, "state", None) is not None:
+            module.state.SCB = module.weight.SCB
 
 
-def _quant_state(module: Any) -> Any:
-    return getattr(module.weight, "quant_state", None)
+@functools.cache
+def _convert_biases_for_a_while(is_managed: IsManaged) -> None:
+    theirs: Any = importlib.import_module(f"{_NAME}.nn")
+    for kind in (theirs.Linear4bit, theirs.Linear8bitLt):
+        kind.forward = _with_own_bias(kind.forward, is_managed)
+
+
+def _with_own_bias(forward: Callable[..., Any], is_managed: IsManaged) -> Callable[..., Any]:
+    """Return a forward that finds a managed bias in the dtype of its product.
+
+    The converted bias is an attribute of the layer, which Python finds before the parameter.
+    """
+
+    @functools.wraps(forward)
+    def run(self: Any, x: torch.Tensor) -> Any:
+        bias = self._parameters.get("bias")
+        if bias is None or not is_managed(bias):
+            return forward(self, x)
+        if hasattr(self, "compute_type_is_set") and not self.compute_type_is_set:
+            self.set_compute_type(x)
+            self.compute_type_is_set = True
+        self.__dict__["bias"] = bias.to(getattr(self, "compute_dtype", None) or x.dtype)
+        try:
+            return forward(self, x)
+        finally:
+            self.__dict__.pop("bias", None)
+
+    return run
 
 
 @functools.cache

@@ -94,6 +94,9 @@ def warn_not_committed(model: nn.Module) -> None:
         )  # fmt: skip
 
 
+_QUANT_STATE = ".quant_state.bitsandbytes__"  # in names: how a 4-bit weight is dequantised
+
+
 class ModuleStates:
     """Entries to be loaded into the modules of a model.
 
@@ -113,6 +116,13 @@ class ModuleStates:
                     "parameter nor a buffer of this model, and no module adds it to its state "
                     "dict; build the model as it was at the commit"
                 )
+            if quantised := [own for own in entries if _QUANT_STATE in own]:
+                present = module_private.added_state(modules[path])
+                if not all(_is_equal(present.get(own), entries[own]) for own in quantised):
+                    raise StoreError(
+                        f"{path} is quantised otherwise in this model than at the commit; load the "
+                        "same base in the same way"
+                    )
         self._states = [(path, modules[path], entries) for path, entries in states.items()]
 
     def restore(self) -> None:

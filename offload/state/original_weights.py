@@ -66,7 +66,7 @@ class OriginalWeights:
                 if buffer.device != device:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
-        bitsandbytes_private.prepare(self._model, device)
+        bitsandbytes_private.prepare(self._model, device, managed)
         peft_private.prepare(self._model, managed)
         self._restore_configs = forget_quantisation(self._model)
         mine = set(map(id, self._parts.parameters))
@@ -128,7 +128,7 @@ class OriginalWeights:
                 "overspill: the weights of %d parameters could not be given back; they are on the "
                 "meta device now: build the model again", lost,
             )  # fmt: skip
-        bitsandbytes_private.move_scales(self._model)
+        bitsandbytes_private.give_back(self._model)
         self._restore_configs()
         if self._states is not None:
             self._states.give_back()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,89 @@ def test_codes_move_and_nothing_keeps_them(kind: str, caplog: pytest.LogCaptureF
         with torch.no_grad():
             model(normal(0, 4, WIDTH))
     assert not [each for each in caplog.records if each.name.startswith("overspill")]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_of_another_dtype(kind: str, compute: torch.dtype) -> None:
+    """bitsandbytes converts them to the dtype of the product, in its first forward, for good."""
+
+    def build_biased() -> nn.Sequential:
+        model = build(kind)
+        for block in model:
+            if kind == "4 bits":
+                block.base.compute_dtype = compute
+            bias = torch.linspace(-1, 1, WIDTH, dtype=torch.bfloat16)
+            block.base.bias = nn.Parameter(bias, requires_grad=False)
+        return model
+
+    plain, model = build_biased(), build_biased()
+    expected = losses(plain, plainly(overspill.optim.AdamW, trained(plain), lr=0.01))
+    inner = torch.optim.AdamW(trained(model), lr=0.01)
+    with overspill.wrap(model, inner, **STREAMED[SIM]) as optimizer:
+        assert losses(model, optimizer) == expected
+        assert model[0].base.bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unwrapped_model_is_one_of_bitsandbytes_alone(kind: str, tmp_path: Path) -> None:
+    """In a process that knows nothing of overspill."""
+    model = (layer(kind, bias=False) if kind == "4 bits" else layer(kind)).to("cpu").train()
+    x = normal(0, 4, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+    root = nn.Sequential(model)
+    overspill.wrap(root, device=SIM, device_memory="1MiB")
+    overspill.unwrap(root)
+    torch.save((model, x, expected), tmp_path / "model.pt")
+    script = (
+        "import sys, torch\n"
+        f"model, x, expected = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "with torch.no_grad(): assert torch.equal(model(x), expected)\n"
+        "assert 'overspill' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_codes_in_another_order_are_refused() -> None:
+    model = nn.Sequential(layer("4 bits"), nn.Linear(WIDTH, 1)).to("cpu")
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    inner = torch.optim.AdamW(model[1].parameters())
+    with pytest.raises(overspill.OffloadError, match="wrap it before its first forward"):
+        overspill.wrap(model, inner, device=CPU)
+    model = nn.Sequential(layer("4 bits"), nn.Linear(WIDTH, 1)).to("cpu")
+    with overspill.wrap(model, torch.optim.AdamW(model[1].parameters()), device=CPU) as optimizer:
+        assert len(losses(model, optimizer)) == 4
+        model.eval()
+        with torch.no_grad():
+            model(normal(0, 4, WIDTH))
+        assert not getattr(model[0].weight.quant_state, "packing_format_for_cpu", False)
+
+
+def test_a_base_that_is_quantised_otherwise_is_refused(tmp_path: Path) -> None:
+    def build_with(block: int) -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(layer("4 bits"), nn.Linear(WIDTH, 1))
+        model[0].weight.blocksize = block
+        return model.to("cpu")
+
+    model = build_with(64)
+    inner = torch.optim.AdamW(model[1].parameters())
+    with overspill.wrap(model, inner, nvme=tmp_path, **STREAMED[CPU]) as optimizer:
+        expected = losses(model, optimizer)
+    for block in (128, 64):
+        again = build_with(block)
+        inner = torch.optim.AdamW(again[1].parameters())
+        if block == 128:
+            with pytest.raises(overspill.OffloadError, match="load the same base in the same way"):
+                overspill.resume(again, tmp_path, inner, **STREAMED[CPU])
+            continue
+        resumed, _ = overspill.resume(again, tmp_path, inner, **STREAMED[CPU])
+        with resumed:
+            assert losses(again, resumed)[0] < expected[0]
 
 
 def test_what_stays_on_the_device_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
