@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import CorruptionError, ExportError, format_bytes
@@ -24,6 +26,7 @@ from .source import StoreSource
 from .sums import SUMS, Written, sums_text
 from .tensors import StreamedTensor, whole_stacks
 
+_QUANTISATION = {"quantization_config", "compression_config"}  # of a configuration
 Named = Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]
 Split = Callable[[Sequence[StreamedTensor]], Sequence[ModelFiles]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -107,6 +110,24 @@ def config_text(path: Path | str) -> str:
     return (path / "config.json" if path.is_dir() else path).read_text()
 
 
+def _config(model: ModelFiles) -> str | None:
+    """Return a model's configuration; it does not call weights quantised that are exported whole.
+
+    It does if the model computes with quantised weights itself.
+    """
+    if model.config is None or any(_is_code(tensor) for tensor in model.weights):
+        return model.config
+    config = json.loads(model.config)
+    if not isinstance(config, dict) or not _QUANTISATION & config.keys():
+        return model.config
+    return json.dumps({k: v for k, v in config.items() if k not in _QUANTISATION}, indent=2) + "\n"
+
+
+def _is_code(tensor: StreamedTensor) -> bool:
+    small = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+    return small or tensor.name.endswith(("qweight", "weight_packed"))
+
+
 def write_export(
     out: Path, models: Sequence[ModelFiles], tree: Mapping[str, Any] | None, step: int, *,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None,
@@ -132,8 +153,8 @@ def write_export(
         for model in models:
             folder, own = draft / model.folder, dict[str, Written]()
             folder.mkdir(exist_ok=True)
-            if model.config is not None:
-                own["config.json"] = write_text(folder / "config.json", model.config)
+            if (config := _config(model)) is not None:
+                own["config.json"] = write_text(folder / "config.json", config)
             own |= write_shards(model.weights, folder, written, shard_bytes)
             files |= {str(Path(model.folder, name)): file for name, file in own.items()}
         if tree is not None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
+from ..state.hub_names import forget_quantisation
 from ..wrapping import opened
 from .fsdp_private import is_sharded
 from .optimizer import SpreadOptimizer
@@ -39,5 +40,6 @@ def wrapped_shards(
         return opened(sharding.shards, mine, own, sharding.made_by(optimizer))
 
     made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)
+    forget_quantisation(model)
     optimizer.state.clear()
     return made

@@ -75,13 +75,14 @@ def forget_quantisation(model: nn.Module) -> Callable[[], None]:
         A function that undoes it.
     """
     removed: list[tuple[Any, Any]] = []
-    if "transformers" in sys.modules:
-        for module in model.modules():
-            config = vars(module).get("config")
-            found = getattr(config, _QUANTISED, None)
-            if found and is_of_transformers(module) and not hasattr(module, "hf_quantizer"):
-                removed.append((config, found))
-                delattr(config, _QUANTISED)
+    quantised = [each for each in model.modules() if hasattr(each, "hf_quantizer")]
+    inside = {id(module) for each in quantised for module in each.modules()}
+    for module in model.modules() if "transformers" in sys.modules else ():
+        config = vars(module).get("config")
+        found = getattr(config, _QUANTISED, None)
+        if found and is_of_transformers(module) and id(module) not in inside:
+            removed.append((config, found))
+            delattr(config, _QUANTISED)
 
     def undo() -> None:
         for config, found in removed:

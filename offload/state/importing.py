@@ -16,7 +16,7 @@ from torch import nn
 from ..planning.models import named_models
 from ..planning.partition import Partition
 from ..planning.sections import has_sections
-from ..private import torch_private
+from ..private import bitsandbytes_private, torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .joined_files import FilesOfModel, JoinedFiles
@@ -61,11 +61,21 @@ def _open(path: Path, model: nn.Module | None) -> TensorFiles:
 
         files = DistributedFolder(path)
     else:
+        _refuse_quantised_layers(path, base)
         own = {} if base is None else tensors_of(base)
         files = dequantising(WeightFiles(path), own)
         if base is not None and is_of_transformers(base):
             files = HubFiles(base, files)
     return files if base is None or not has_sections(base) else SectionFiles(base, files)
+
+
+def _refuse_quantised_layers(path: Path, model: nn.Module | None) -> None:
+    if model is not None and bitsandbytes_private.layers(model):
+        raise ValueError(
+            f"weights: {path}: layers of the model were quantised by bitsandbytes when it was "
+            "loaded, and have their weights; leave weights= out, or build the model inside "
+            "overspill.empty_init()"
+        )
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:

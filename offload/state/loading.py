@@ -80,7 +80,9 @@ def load(
 
         def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
             if files is not None and index in names:
-                return _read(files, names[index], parts.parameters[index].dtype)
+                p = parts.parameters[index]
+                dtype = config.weight_dtype if p.is_floating_point() else None
+                return _read(files, names[index], dtype or p.dtype)
             return made.get(index, parts.parameters[index].data)
 
         values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)

@@ -21,6 +21,7 @@ from ..schedule.units import ParamSpec
 from ..step.forward_stack import ForwardStack
 from .contents import Contents, Values, values_by_spec
 from .edits import Edits
+from .in_place import is_from_files
 from .lent_copies import LentCopies, LentCopy, Loan, changed_otherwise
 
 T = TypeVar("T")
@@ -440,14 +441,13 @@ class ParamAccess:
             return
         weight = self._copy(index)
         if not torch.equal(value.to(weight.device, weight.dtype), weight):
-            packed = self._parts.units[self._parts.unit_of[index]].packed
-            why = (
-                "is kept in the format of frozen=" if packed
-                else "is read in place from the files that weights= names"
-            )  # fmt: skip
+            unit = self._parts.units[self._parts.unit_of[index]]
+            packed = unit.packed and not is_from_files(unit)
+            why = "kept in the format of frozen=" if packed else "read from the files of weights="
             raise WeightError(
-                f"{self.name(index)} is not trained, and {why}, so it cannot be changed{by}; leave "
-                "that option out and load the model before wrap, or overspill.unwrap(model) first"
+                f"{self.name(index)} is not trained, and is {why}, so it cannot be changed{by}; "
+                "leave that option out and load the model before wrap, or overspill.unwrap(model) "
+                "first; merge adapters inside overspill.materialized(model)"
             )
 
     def _is_lent(self, index: int, value: torch.Tensor) -> bool:

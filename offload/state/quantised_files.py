@@ -127,11 +127,12 @@ def _is_own(found: QuantisedWeight, own: Mapping[str, torch.Tensor]) -> bool:
 
 
 def quantisation_of(path: Path) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` of a folder; ``None`` if it has none.
+    """Return the ``quantization_config`` of a folder or of a file's folder; ``None``: it has none.
 
     Raises:
         ValueError: its configuration is not valid JSON.
     """
+    path = path if path.is_dir() else path.parent
     config = _json(path / "config.json")
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)

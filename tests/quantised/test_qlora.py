@@ -68,6 +68,42 @@ def test_losses_are_those_in_memory(
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_afterwards_says_that_it_is_quantised(
+    pair: Folders, kind: str, tmp_path: Path
+) -> None:
+    """Modules inside share the configuration of the model, which keeps ``quantization_config``."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        pair.plain, dtype=torch.bfloat16, device_map="cpu", quantization_config=KINDS[kind]
+    )
+    model.requires_grad_(False)
+    batch = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        expected = model.train()(input_ids=batch).logits
+    engine = overspill.wrap(model, **TIGHT)
+    overspill.unwrap(model)
+    engine.close()
+    model.save_pretrained(tmp_path)
+    again: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map="cpu"
+    )
+    with torch.no_grad():
+        assert torch.equal(again.train()(input_ids=batch).logits, expected)
+
+
+def test_a_model_with_quantised_layers_takes_no_files(pair: Folders) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        pair.quantised, dtype=torch.bfloat16, device_map="cpu"
+    )
+    with pytest.raises(ValueError, match="quantised by bitsandbytes when it was loaded"):
+        overspill.wrap(model, weights=pair.quantised, **TIGHT)
+    with overspill.empty_init():
+        model = folders.empty(pair.quantised)
+    ample = {**TIGHT, "device_memory": "1MiB"}
+    with overspill.wrap(model, weights=pair.quantised, **ample):  # the remedy
+        assert "quantization_config" not in model.config.to_dict()
+
+
 def test_merged_weights_are_those_of_the_layers_in_memory(pair: Folders) -> None:
     plain = build(pair.quantised, None, checkpoints=False)
     model = build(pair.quantised, None, checkpoints=False)

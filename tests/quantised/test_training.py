@@ -12,8 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import overspill
+from overspill.durable.export import export_store
 from overspill.engine import engine_of
-from overspill.errors import CorruptionError
+from overspill.errors import CorruptionError, OffloadError
 from tests.devices import CPU, SIM, about_cpu
 from tests.parity.test_in_place import written
 from tests.quantised import folders
@@ -192,6 +193,31 @@ def test_an_export_has_the_merged_base(pairs: dict[str, Folders], tmp_path: Path
         assert torch.equal(files.read(name), plain.read(own)), name
 
 
+def test_the_command_exports_a_folder_that_loads(pairs: dict[str, Folders], tmp_path: Path) -> None:
+    """Its configuration is copied from the quantised folder, and its weights are not quantised."""
+    store, out = tmp_path / "store", tmp_path / "out"
+    store.mkdir()
+    model, optimizer = wrapped(pairs["nf4"].quantised, nvme=store, **place_of("nf4", "tight"))
+    with optimizer:
+        steps(model, optimizer, 0, 1)
+    export_store(store, out, config=pairs["nf4"].quantised)
+    assert "quantization_config" not in (out / "config.json").read_text()
+    assert "hidden_size" in (out / "config.json").read_text()
+
+
+def test_a_merge_is_refused_where_weights_are_not_in_memory(pairs: dict[str, Folders]) -> None:
+    model, optimizer = wrapped(pairs["nf4"].quantised, **place_of("nf4", "tight"))
+    message = r"files of weights=.* merge adapters inside"
+    with optimizer:
+        steps(model, optimizer, 0, 1)  # from which on adapters change the weights
+        with pytest.raises(OffloadError, match=message):
+            model.merge_and_unload().state_dict()
+    model, optimizer = wrapped(pairs["nf4"].quantised, **place_of("nf4", "tight"))
+    with optimizer, overspill.materialized(model):  # the remedy
+        merged = model.merge_and_unload()
+        assert not any("lora" in name for name in merged.state_dict())
+
+
 @pytest.mark.parametrize("place", ["tight", "host"])
 def test_every_weight_can_be_trained(pairs: dict[str, Folders], place: str) -> None:
     """Then the dequantised values are what training starts from."""
@@ -239,6 +265,21 @@ def test_generated_tokens_are_those_of_the_dequantised_model(pairs: dict[str, Fo
                 made = model.generate(ids(3), max_new_tokens=6, do_sample=False)
                 tokens.append(made.tolist())
         assert tokens[0] == tokens[1]
+
+
+def test_precision_holds_for_trained_and_frozen_weights_alike(pairs: dict[str, Folders]) -> None:
+    """The folder's weights are dequantised to that dtype, whatever the model's is."""
+    found = []
+    for trains in (False, True):
+        with overspill.empty_init():
+            model = empty(pairs["fp8"].quantised)
+        inner = torch.optim.AdamW(model.parameters() if trains else [model.lm_head.weight])
+        model.requires_grad_(trains)
+        model.lm_head.requires_grad_()
+        options = {**PLACES["ample"], "weights": pairs["fp8"].quantised, "precision": "fp32"}
+        with overspill.wrap(model, inner, rates=RATES, **options):
+            found.append(dict(overspill.named_weights(model)))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_file_that_changed_is_noticed(pairs: dict[str, Folders], tmp_path: Path) -> None:
