@@ -116,7 +116,7 @@ def plan(
 ) -> None:
     """Show whether a model fits, what goes where, and how long a step takes.  Allocates nothing."""
     with one_line_errors(debug), nothing_collected():
-        from ..train.choices import choices
+        from ..train.choices import LORA_RANK, choices
 
         _refuse_together(locals())
         machine = None if rates is None else Machine.from_file(rates)
@@ -133,7 +133,7 @@ def plan(
         if find_largest:
             asked = asked.with_largest(lora_rank)
         if every_way:
-            found = choices(asked.name, options, machine, asked.tokens)
+            found = choices(asked.name, options, machine, asked.tokens, lora_rank or LORA_RANK)
         else:
             made, more = asked.plan(lora_rank, optimizer, trace, measure=measure)
     if every_way:
@@ -157,9 +157,9 @@ def _refuse_together(given: Mapping[str, Any]) -> None:
     if given["optimizer"] != "adamw" and (given["every_way"] or given["find_largest"]):
         raise ValueError("--options and --largest are for AdamW; leave --optimizer out")
     if given["every_way"]:
-        tried = ("lora_rank", "frozen", "moments")
-        if any(given[name] is not None for name in tried):
-            raise ValueError("--options tries moments, packed bases and LoRA; leave them out")
+        tried = [name for name in ("frozen", "moments") if given[name] is not None]
+        if tried:
+            raise ValueError(f"--options tries all values of --{tried[0]}; leave it out")
         alone = ("trace", "every_unit", "endurance", "measure")
         if any(given[name] for name in alone):
             raise ValueError(

@@ -53,7 +53,7 @@ def _require_scales(files: Files, found: Iterable[QuantisedWeight]) -> None:
 def _told(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in FINDERS:
-        known = ", ".join(sorted(FINDERS))
+        known = ", ".join(sorted({each.replace("_", "-") for each in FINDERS}))
         raise UnreadableFormat(
             f"the weights were quantised by {method!r} (quantization_config in config.json), which "
             f"cannot be read; use a folder with bf16, fp16 or fp32 weights, or one of: {known}"
@@ -65,8 +65,8 @@ def _untold(files: Files) -> Iterator[QuantisedWeight]:
     names = files.names
     if any(name.endswith(".qweight") for name in names):
         raise UnreadableFormat(
-            "GPTQ and AWQ weights need the folder's config.json, whose quantization_config says "
-            "how their codes are packed"
+            "GPTQ and AWQ weights need the folder's config.json (or quantize_config.json of GPTQ), "
+            "whose quantization_config says how their codes are packed"
         )
     if any(bitsandbytes.STATE in name or name.endswith(".SCB") for name in names):
         return bitsandbytes.find(files, {})

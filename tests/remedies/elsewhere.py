@@ -296,6 +296,18 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("io_engine/atomic_files.py", "that others had created meanwhile are in {}: move them back"): (
         "tests/unit/test_replaced_folders.py::test_files_of_others_that_cannot_be_moved_back"
     ),
+    ("offload/state/importing.py", "have their weights; leave weights= out, or build the model"): (
+        "tests/quantised/test_qlora.py::test_a_model_with_quantised_layers_takes_no_files"
+    ),
+    ("offload/checks.py", "load the model again, and wrap it before its first forward"): (
+        "tests/parity/test_packed_by_others.py::test_codes_in_another_order_are_refused"
+    ),
+    ("offload/state/module_states.py", "load the same base in the same way"): (
+        "tests/parity/test_packed_by_others.py::test_a_base_that_is_quantised_otherwise_is_refused"
+    ),
+    ("offload/quantised/formats.py", "need the folder's config.json (or quantize_config.json of"): (
+        "tests/quantised/test_formats.py::test_refuse"
+    ),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or leave precision out"): (
         "tests/parity/test_packed_by_others.py::"
         "test_codes_that_are_stored_as_numbers_are_not_converted"

@@ -102,14 +102,14 @@ def test_plan(words: str, bad: list[str], good: list[list[str]]) -> None:
 
 
 @tries("offload/cli/plan.py", "--largest looks for a model; leave MODEL out",
-       "--options tries moments, packed bases and LoRA; leave them out",
+       "--options tries all values of --{}; leave it out",
        "--options and --largest are for AdamW; leave --optimizer out")  # fmt: skip
 def test_plan_options() -> None:
     budgets = ("--device", "sim", "--device-memory", "1GiB", "--host-memory", "4GiB")
     refused("--largest looks for a model", "plan", "gpt2-1m", "--largest", *budgets)
     works("plan", "--largest", "--tokens", "0", *budgets)
     refused("--options tries", "plan", "gpt2-1m", "--options", "--moments", "int8", *budgets)
-    works("plan", "gpt2-1m", "--options", "--tokens", "0", *budgets)
+    works("plan", "gpt2-1m", "--options", "--lora-rank", "8", "--tokens", "0", *budgets)
     muon = ("--optimizer", "muon")
     refused("--options and --largest are", "plan", "gpt2-1m", "--options", *muon, *budgets)
 

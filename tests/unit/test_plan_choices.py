@@ -138,7 +138,7 @@ def test_a_plan_takes_the_words_of_a_training_script() -> None:
         (["gpt2-1m", "--frozen", "nf4"], "nothing is frozen"),
         (["gpt2-1m", "--lora-rank", "99999999999"], "at most 128"),
         (["--options", "--measure"], "are of one plan"),
-        (["--options", "--moments", "int8"], "leave them out"),
+        (["--options", "--moments", "int8"], "all values of --moments; leave it out"),
         (["--options", "--every-unit"], "--options is a table"),
     ],
 )
