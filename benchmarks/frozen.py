@@ -200,6 +200,9 @@ def _generation(sizes: Sizes, folder: Path, store: Path, batch: int) -> Comparis
         Served("overspill, nf4", {**spec, "how": "overspill", "limit": None,
                                   "options": {**room, "frozen": "nf4"}},
                {"tokens": sizes.tokens}),
+        *(Served(f"overspill, {method} files in place",
+                 {**spec, "how": "overspill", "limit": None, "folder": str(store / method),
+                  "options": room}, {"tokens": sizes.tokens}) for method in QUANTISED),
     ]  # fmt: skip
     rows = run_interleaved(arms, sizes.rounds)
     theirs = _seen(rows[2], "made")
@@ -246,10 +249,9 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
     return _steps(title, arms, sizes)
 
 
-def _adapters_over_files(sizes: Sizes, folder: Path, store: Path, method: str) -> Comparison:
+def _adapters_over_files(sizes: Sizes, store: Path, method: str) -> Comparison:
     """Steps over a base that is quantised in its files, beside the dequantised one in memory."""
     out, plain = store / method, store / f"{method}-plain"
-    quantise_files(folder, out, method, plain=plain)
     spec = {"batch": 1, "tokens": sizes.length, "limit": None}
     place = store / f"{method}-store"
     place.mkdir()
@@ -331,9 +333,12 @@ def run(*, quick: bool, folder: Path) -> Outcome:
     with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as made:
         store = Path(made)
         make_files(sizes.shape, store / "model")
+        for method in QUANTISED:
+            plain = store / f"{method}-plain"
+            quantise_files(store / "model", store / method, method, plain=plain)
         found = [_generation(sizes, store / "model", store, batch) for batch in sizes.batches]
         found.append(_adapters(sizes, store / "model", store))
         for method in QUANTISED:
-            found.append(_adapters_over_files(sizes, store / "model", store, method))
+            found.append(_adapters_over_files(sizes, store, method))
         found.append(_large(sizes, store))
     return outcome("frozen", found, folder)

@@ -26,6 +26,7 @@ LEFT = {
     "text_to_image": "averaged/model.safetensors",
     "accelerate_loop": "checkpoint/model.safetensors",
     "lightning_fit": "checkpoints/epoch=1-step=32.ckpt",
+    "quantised_base": "merged/model.safetensors",
 }  # fmt: skip
 
 
