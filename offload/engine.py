@@ -44,7 +44,7 @@ from .planning.budgets import Untaken
 from .planning.costs import Costs
 from .planning.models import entries
 from .planning.plan import Plan
-from .private import bitsandbytes_private, torch_private
+from .private import buffers_private, torch_private
 from .private.handles import Removable
 from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
@@ -448,7 +448,7 @@ class Engine(Closeable):
             for p in self.parameters:
                 p.grad = None
         self._onloaded_units.give_away(values, units)
-        bitsandbytes_private.give_back(self.model)
+        buffers_private.give_back(self.model)
         self.let_go()
 
     def leave(self) -> None:

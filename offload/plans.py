@@ -52,6 +52,7 @@ from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .planning.whole_updates import WholeUpdates
 from .planning.working_memory import for_layout, of_budgets, working_bytes
+from .private import buffers_private
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
 from .state.importing import match_weights, open_weights, other_tensors
@@ -164,7 +165,13 @@ def _parts_of(
                for number, r in enumerate(rules) if number not in whole]  # fmt: skip
     granule = max(map(granule_of, records), default=1)
     parts = partition(
-        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
+        model,
+        groups,
+        names=config.units,
+        dtype=config.weight_dtype,
+        granule=granule,
+        whole=whole,
+        fixed=buffers_private.keeps_dtype(model),
     )
     if config.frozen is not None:
         kept = adapter_parameters(model) | _named(model, config.resident or ())
@@ -346,6 +353,7 @@ def make_plan(
         optimizer, config, every_update = NoOptimizer(), config.for_inference(), False
     accelerator = make_accelerator(config.device, config.rates)
     try:
+        buffers_private.promote(model)
         config, _ = calibrated(model, optimizer, config, accelerator, remeasure=measure)
         made = make_blueprint(
             model, optimizer, config, accelerator, machine, example, prefer, every_update
@@ -355,6 +363,7 @@ def make_plan(
         return made
     finally:
         accelerator.close()
+        buffers_private.demote(model)
 
 
 def _measured_case(

@@ -30,7 +30,7 @@ from .planning.blueprint import Blueprint
 from .planning.budgets import beyond_this_machine
 from .planning.plan import Plan
 from .plans import calibrated, make_blueprint
-from .private import optimizer_private, torch_private
+from .private import buffers_private, optimizer_private, torch_private
 from .state.engine_resources import EngineResources
 from .state.loading import load
 from .state.original_weights import OriginalWeights
@@ -181,6 +181,7 @@ class WrapTransaction:
             refuse_folders_in_use(config.nvme or ())
         warn_of_open_engines(config)
         self.accelerator = make_accelerator(config.device, config.rates)
+        buffers_private.promote(model)
 
     def open(
         self, blueprint: Blueprint, found: OwnedStore | None = None
@@ -210,6 +211,7 @@ class WrapTransaction:
             steps.append(self._original.give_back)
         if self._state:
             steps.append(partial(self.optimizer.state.update, self._state))
+        steps.append(partial(buffers_private.demote, self.model))
         for step in steps:
             try:
                 step()

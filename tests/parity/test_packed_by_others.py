@@ -202,17 +202,17 @@ def test_a_base_that_is_quantised_otherwise_is_refused(tmp_path: Path) -> None:
 
 def test_what_stays_on_the_device_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Packed(nn.Linear):
-        """As GPTQ's layers, which keep their codes in buffers."""
+        """Its codes are in a buffer of another name than those of GPTQ."""
 
         def __init__(self) -> None:
             super().__init__(4, 4)
-            self.register_buffer("qweight", torch.zeros(64, 64, dtype=torch.int32))
+            self.register_buffer("codes", torch.zeros(64, 64, dtype=torch.int32))
 
     model = nn.Sequential(Packed(), nn.Linear(4, 4))
     inner = torch.optim.AdamW(trained(model))
     with overspill.wrap(model, inner, nvme=tmp_path, **STREAMED[SIM]):
         assert "stay on the device, and every commit writes them" in caplog.text
-        assert "0.qweight (Tensor)" in caplog.text
+        assert "0.codes (Tensor)" in caplog.text
         assert "To move weights that another library has quantised" in caplog.text
     caplog.clear()
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))

@@ -18,6 +18,11 @@ OWNERS = ("self", "cls", "mcs")
 OF_FRAMEWORKS = {
     "offload/integrations/accelerate.py": {"_models", "_optimizers"},
     "offload/closeable.py": {"_is_owned"},
+    "offload/private/buffers_private.py": {
+        "_buffers",
+        "_parameters",
+        "_non_persistent_buffers_set",
+    },
     "offload/private/peft_private.py": {"_activate_lora"},
 }
 
