@@ -249,8 +249,7 @@ def _codes_of(codes: Codes, data: Tensor, r0: int, r1: int, c0: int, c1: int) ->
     """Return the codes of a tile, uint8 or int32.  ``r0`` is a multiple of 8, ``c0`` of 32."""
     if codes.order == "awq":
         words = data.view(torch.int32).view(codes.columns, codes.rows // 8)
-        shifts = torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=data.device) * 4
-        picked = words[c0:c1, r0 // 8 : -(-r1 // 8)].unsqueeze(2) >> shifts
+        picked = words[c0:c1, r0 // 8 : -(-r1 // 8)].unsqueeze(2) >> _awq_shifts(data.device)
         return (picked & 15).flatten(1)[:, : r1 - r0].t()
     if codes.order == "interleaved":
         words = data.view(torch.int32).view(-1, codes.rows)
@@ -264,6 +263,11 @@ def _codes_of(codes: Codes, data: Tensor, r0: int, r1: int, c0: int, c1: int) ->
     if codes.order == "halves":
         return torch.stack((part >> 4, part & 15), 2).flatten(1)[:, : c1 - c0]
     return _from_bits(part, codes.bits, c1 - c0)
+
+
+@functools.lru_cache(maxsize=64)
+def _awq_shifts(where: torch.device) -> Tensor:
+    return torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device="cpu").mul_(4).to(where)
 
 
 def _from_bits(rows: Tensor, bits: int, count: int) -> Tensor:
