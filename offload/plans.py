@@ -165,13 +165,7 @@ def _parts_of(
                for number, r in enumerate(rules) if number not in whole]  # fmt: skip
     granule = max(map(granule_of, records), default=1)
     parts = partition(
-        model,
-        groups,
-        names=config.units,
-        dtype=config.weight_dtype,
-        granule=granule,
-        whole=whole,
-        fixed=buffers_private.keeps_dtype(model),
+        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
     )
     if config.frozen is not None:
         kept = adapter_parameters(model) | _named(model, config.resident or ())
@@ -351,9 +345,9 @@ def make_plan(
         if example is not None:
             raise ValueError("example= runs a backward; without an optimizer give tokens=")
         optimizer, config, every_update = NoOptimizer(), config.for_inference(), False
-    accelerator = make_accelerator(config.device, config.rates)
+    accelerator, promoted = make_accelerator(config.device, config.rates), list[nn.Module]()
     try:
-        buffers_private.promote(model)
+        buffers_private.promote(model, promoted)
         config, _ = calibrated(model, optimizer, config, accelerator, remeasure=measure)
         made = make_blueprint(
             model, optimizer, config, accelerator, machine, example, prefer, every_update
@@ -363,7 +357,7 @@ def make_plan(
         return made
     finally:
         accelerator.close()
-        buffers_private.demote(model)
+        buffers_private.demote(promoted)
 
 
 def _measured_case(

@@ -82,6 +82,7 @@ def opened(
     """
     transaction = WrapTransaction(model, optimizer, config)
     try:
+        transaction.promote()
         config, calibration = calibrated(model, optimizer, config, transaction.accelerator)
         blueprint = make_blueprint(model, optimizer, config, transaction.accelerator)
         raise_shortfall(blueprint.plan)
@@ -112,6 +113,7 @@ def reopened(
     """Do as ``opened``, with the last commit of a store; also return the commit's ``extra``."""
     transaction = WrapTransaction(model, optimizer, config)
     try:
+        transaction.promote()
         Unmanaged(model, decode_facts(store.last().meta))  # raises if it does not fit
         resources, original, calibration = _homes_over(store, transaction, config)
         original.note()
@@ -181,7 +183,7 @@ class WrapTransaction:
             refuse_folders_in_use(config.nvme or ())
         warn_of_open_engines(config)
         self.accelerator = make_accelerator(config.device, config.rates)
-        buffers_private.promote(model)
+        self._promoted: list[nn.Module] = []
 
     def open(
         self, blueprint: Blueprint, found: OwnedStore | None = None
@@ -193,6 +195,10 @@ class WrapTransaction:
             self.model, self.optimizer.param_groups, resources
         )
         return resources, original
+
+    def promote(self) -> None:
+        """Make codes in buffers parameters; see ``buffers_private``."""
+        buffers_private.promote(self.model, self._promoted)
 
     def undo(self) -> None:
         """Restore the model and its optimizer, and free everything else.
@@ -211,7 +217,7 @@ class WrapTransaction:
             steps.append(self._original.give_back)
         if self._state:
             steps.append(partial(self.optimizer.state.update, self._state))
-        steps.append(partial(buffers_private.demote, self.model))
+        steps.append(partial(buffers_private.demote, self._promoted))
         for step in steps:
             try:
                 step()

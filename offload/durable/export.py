@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import CorruptionError, ExportError, format_bytes
@@ -124,8 +123,9 @@ def _config(model: ModelFiles) -> str | None:
 
 
 def _is_code(tensor: StreamedTensor) -> bool:
-    small = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
-    return small or tensor.name.endswith(("qweight", "weight_packed"))
+    if not tensor.name.endswith("weight"):
+        return tensor.name.endswith("weight_packed")
+    return tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point
 
 
 def write_export(

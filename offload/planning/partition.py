@@ -107,7 +107,6 @@ def _layout(
     dtype: torch.dtype | None,
     granule: int,
     whole: Container[int],
-    fixed: Container[int],
 ) -> tuple[tuple[Chunk, ...], int, int]:
     """Return the chunks of a unit, trained ones first, and the bytes of its weight and gradient
     slots."""
@@ -115,8 +114,7 @@ def _layout(
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
         kind = p.dtype.to_real() if p.is_complex() else p.dtype
-        converts = p.is_floating_point() and p.element_size() > 1 and id(p) not in fixed
-        if dtype is not None and converts:
+        if dtype is not None and p.is_floating_point() and p.element_size() > 1:
             kind = dtype
         apart = index if group is not None and group in whole else -1
         keyed.setdefault((kind, group, apart), []).append((index, name, p))
@@ -172,7 +170,6 @@ def partition(
     dtype: torch.dtype | None = None,
     granule: int = 1,
     whole: Container[int] = (),
-    fixed: Container[int] = (),
 ) -> Partition:
     """Divide ``model`` into units and lay out their slots.
 
@@ -187,7 +184,6 @@ def partition(
         granule: alignment of parameters in elements (a power of two), because the optimizer's state
             cannot be divided elsewhere.
         whole: param groups whose parameters each form a chunk, because they are updated as a whole.
-        fixed: ids of parameters that keep their dtype.
     """
     owner: dict[nn.Parameter, int] = {}
     parameters: list[nn.Parameter] = []
@@ -203,7 +199,7 @@ def partition(
         if trained and frozen:
             number = len(units)
             owner.update((p, number) for _, _, p in frozen)
-            chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule, whole, fixed)
+            chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule, whole)
             units.append(
                 Unit(number, f"{item.name} {FROZEN}", chunks, (), item.direct_only, weight_bytes,
                      0, runs=False)
@@ -213,7 +209,7 @@ def partition(
         number, own = len(units), trained or frozen
         owner.update((p, number) for _, _, p in own)
         comes_with.update((owner[p], None) for p in shared if owner[p] != number)
-        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule, whole, fixed)
+        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule, whole)
         flows = flows or bool(trained)
         flops, kept = forward_flops(item), activation_bytes(item, dtype)
         back = backward_flops(item, all_trained, flows=flows)

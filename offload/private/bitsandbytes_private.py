@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 _NAME = "bitsandbytes"
+_REORDER, _REORDERS = "support_avx512bf16_for_cpu", "_overspill_reorders"
 IsManaged = Callable[[Any], object]
 
 
@@ -59,7 +60,8 @@ def prepare(model: nn.Module, device: torch.device, is_managed: IsManaged) -> No
     for module in found:
         if _is_four_bit(module):
             # It would replace the codes by those in another order, for AVX-512 with bf16.
-            module.support_avx512bf16_for_cpu = False
+            module.__dict__.setdefault(_REORDERS, getattr(module, _REORDER, False))
+            setattr(module, _REORDER, False)
             continue
         weight, state = module.weight, getattr(module, "state", None)
         weight.CB = None
@@ -75,7 +77,10 @@ def give_back(model: nn.Module) -> None:
     """Prepare the layers of a model for weights that are in memory again, as bitsandbytes does."""
     found = layers(model)
     for module in found:
-        if not _is_four_bit(module) and not module.weight.is_meta:
+        if _is_four_bit(module):
+            if _REORDERS in vars(module):
+                setattr(module, _REORDER, module.__dict__.pop(_REORDERS))
+        elif not module.weight.is_meta:
             module.weight.CB = module.weight.data
     _move_scales(found, None)
 

@@ -1,61 +1,55 @@
 """Codes that layers of GPTQ and AWQ keep in buffers, as parameters while a model is wrapped.
 
 An engine moves parameters.  Such a layer reads its buffers as attributes, so it does not notice.
-The names in state dicts are the same.
+The names in state dicts are the same.  Scales and zero points stay buffers, as they are small, and
+some layers assign to them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from . import bitsandbytes_private
 
-CODES = ("qweight",)  # names of buffers that hold the codes of a weight
-_PROMOTED = "_overspill_promoted"
+CODES = "qweight"
+_PROMOTED = "_overspill_promoted"  # attribute of a layer whose codes are a parameter now
 
 
-def promote(model: nn.Module) -> None:
-    """Make the buffers of layers with quantised codes frozen parameters; ``demote`` undoes it."""
+def promote(model: nn.Module, done: list[nn.Module]) -> None:
+    """Make the codes of layers frozen parameters; layers of an engine are left alone.
+
+    Args:
+        done: receives each layer before it is changed, for ``demote``.
+    """
+    made: dict[int, nn.Parameter] = {}  # layers may share their codes
     for module in model.modules():
-        if not any(_holds_codes(module._buffers.get(name)) for name in CODES):
+        codes = module._buffers.get(CODES)
+        kept = CODES not in module._non_persistent_buffers_set
+        if codes is None or codes.is_floating_point() or not kept or _PROMOTED in vars(module):
             continue
-        names = [
-            name for name, value in module._buffers.items()
-            if value is not None and name not in module._non_persistent_buffers_set
-        ]  # fmt: skip
-        promoted: list[str] = module.__dict__.setdefault(_PROMOTED, [])
-        for name in names:
-            promoted.append(name)
-            value: Any = module._buffers.pop(name)
-            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        done.append(module)
+        module.__dict__[_PROMOTED] = True
+        if id(codes) not in made:
+            made[id(codes)] = nn.Parameter(codes, requires_grad=False)
+        module._parameters[CODES] = made[id(codes)]
+        del module._buffers[CODES]
 
 
-def _holds_codes(value: torch.Tensor | None) -> bool:
-    return value is not None and not value.is_floating_point()
-
-
-def demote(model: nn.Module) -> None:
-    """Make buffers of what ``promote`` made parameters; a second call does nothing."""
-    for module in model.modules():
-        for name in module.__dict__.pop(_PROMOTED, ()):
-            p = module._parameters.pop(name, None)
-            if p is not None:
-                module._buffers[name] = p.data
+def demote(layers: Sequence[nn.Module]) -> None:
+    """Make the codes of layers buffers again; it can be repeated after an exception."""
+    made: dict[int, torch.Tensor] = {}
+    for module in layers:
+        p = module._parameters.get(CODES)
+        if p is not None:
+            module._buffers[CODES] = made.setdefault(id(p), p.data)
+            del module._parameters[CODES]
+        module.__dict__.pop(_PROMOTED, None)
 
 
 def give_back(model: nn.Module) -> None:
     """Make all quantised layers what they were before ``wrap``; weights are in memory again."""
     bitsandbytes_private.give_back(model)
-    demote(model)
-
-
-def keeps_dtype(model: nn.Module) -> frozenset[int]:
-    """Return the ids of parameters that ``precision=`` does not convert: codes and their scales."""
-    return frozenset(
-        id(module._parameters[name])
-        for module in model.modules()
-        for name in module.__dict__.get(_PROMOTED, ())
-    )
+    demote([module for module in model.modules() if _PROMOTED in vars(module)])

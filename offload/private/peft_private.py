@@ -9,6 +9,7 @@ the layer gets the result as an attribute, which Python finds before the paramet
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import sys
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from ..errors import ModelError
+from .module_private import own_parameters
 
 _LAYERS = "peft.tuners.lora.layer"
 Activate = Callable[[Any, list[str]], contextlib.AbstractContextManager[None]]
@@ -30,12 +34,14 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def adapted(wrapper: Any) -> Any:
     """Return what such a module adapts: a parameter, or what took its place."""
-    return getattr(wrapper.get_base_layer(), wrapper.parameter_name, None)
+    layer = wrapper.get_base_layer()
+    found = own_parameters(layer).get(wrapper.parameter_name)
+    return getattr(layer, wrapper.parameter_name, None) if found is None else found
 
 
-def prepare(model: nn.Module, is_managed: Callable[[Any], object]) -> None:
+def prepare(is_managed: Callable[[Any], object]) -> None:
     """Let adapters leave parameters in place for which ``is_managed`` holds."""
-    if next(wrappers(model), None) is not None:
+    if _LAYERS in sys.modules:
         _keep_parameters(is_managed)
 
 
@@ -56,28 +62,25 @@ class _Beside:
     """The context in which a layer computes with an adapted weight."""
 
     def __init__(self, wrapper: Any, adapters: list[str], activate: Activate) -> None:
-        self._wrapper, self._adapters, self._activate = wrapper, adapters, activate
+        self._layer, self._name = wrapper.get_base_layer(), wrapper.parameter_name
+        weight = adapted(wrapper)
+        if weight.requires_grad:
+            raise ModelError(
+                f"parameter {self._name!r} was set to require gradients after wrap, and adapters "
+                "of target_parameters are added to it; freeze it (requires_grad_(False))"
+            )
+        self._holder = holder = nn.Module()
+        holder.register_parameter(self._name, nn.Parameter(weight.detach(), requires_grad=False))
+        own = copy.copy(wrapper)  # whose layer is the holder
+        own.__dict__["get_base_layer"] = lambda: holder
+        self._inner = activate(own, adapters)
 
     def __enter__(self) -> None:
-        wrapper, name = self._wrapper, self._wrapper.parameter_name
-        self._layer = layer = wrapper.get_base_layer()
-        holder = nn.Module()
-        holder.register_parameter(
-            name, nn.Parameter(adapted(wrapper).detach(), requires_grad=False)
-        )
-        wrapper.__dict__["get_base_layer"] = lambda: holder
-        try:
-            self._inner = self._activate(wrapper, self._adapters)
-            self._inner.__enter__()
-            layer.__dict__[name] = getattr(holder, name)
-        finally:
-            del wrapper.__dict__["get_base_layer"]
-        self._holder = holder
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._inner)
+            undo.callback(self._layer.__dict__.pop, self._name, None)
+            self._layer.__dict__[self._name] = getattr(self._holder, self._name)
+            self._undo = undo.pop_all()
 
     def __exit__(self, *error: Any) -> None:
-        del self._layer.__dict__[self._wrapper.parameter_name]
-        self._wrapper.__dict__["get_base_layer"] = lambda: self._holder
-        try:
-            self._inner.__exit__(*error)
-        finally:
-            del self._wrapper.__dict__["get_base_layer"]
+        self._undo.__exit__(*error)

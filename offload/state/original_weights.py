@@ -67,7 +67,7 @@ class OriginalWeights:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
         bitsandbytes_private.prepare(self._model, device, managed)
-        peft_private.prepare(self._model, managed)
+        peft_private.prepare(managed)
         self._restore_configs = forget_quantisation(self._model)
         mine = set(map(id, self._parts.parameters))
         for p in self._model.parameters():

@@ -111,6 +111,34 @@ def test_buffers_are_buffers_again_after_an_error() -> None:
         assert torch.equal(buffer, before[name][1])
 
 
+def test_a_refused_plan_leaves_the_engine_alone(tmp_path: Path) -> None:
+    """As when a cell of a notebook is run again."""
+    plain, model = build(), build()
+    expected = losses(plain, plainly(overspill.optim.AdamW, list(plain.parameters()), lr=0.01))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with overspill.wrap(model, inner, nvme=tmp_path, **PLACES["device"]) as optimizer:
+        for call in (overspill.plan, overspill.wrap):
+            with pytest.raises(overspill.OffloadError, match="wrapped already"):
+                call(model, torch.optim.AdamW(model.parameters()), device=CPU)
+        assert losses(model, optimizer) == expected
+    again = build()
+    inner = torch.optim.AdamW(again.parameters(), lr=0.01)
+    optimizer, _ = overspill.resume(again, tmp_path, inner, **PLACES["device"])
+    optimizer.close()
+
+
+def test_layers_may_share_their_codes() -> None:
+    model = build()
+    model[1].base.qweight = model[0].base.qweight
+    with torch.no_grad():
+        expected = model(normal(0, 4, WIDTH))
+        with overspill.wrap(model, **PLACES["device"]):
+            assert torch.equal(model(normal(0, 4, WIDTH)), expected)
+            overspill.unwrap(model)
+    assert model[1].base.qweight is model[0].base.qweight
+    assert "qweight" in dict(model[1].base.named_buffers(remove_duplicate=False))
+
+
 def test_the_layer_here_is_one_of_gptq() -> None:
     layer = build()[0].base
     zeros = codes_of(Codes("rows", 4, 2, WIDTH, 32), layer.qzeros.reshape(-1).view(torch.uint8))

@@ -114,5 +114,17 @@ def test_it_computes_as_before_after_the_engine(pairs: dict[str, Folders]) -> No
         assert torch.equal(model.to(DEVICE)(**batch).logits.cpu(), wanted)
 
 
+def test_an_adapted_weight_stays_frozen(pairs: dict[str, Folders]) -> None:
+    model = plain(pairs["fp8"].plain)
+    inner = torch.optim.AdamW(trained(model), lr=1e-2)
+    with overspill.wrap(model, inner, **PLACES["device"]) as optimizer:
+        weight = next(p for n, p in model.named_parameters() if n.endswith("gate_up_proj"))
+        weight.requires_grad_()
+        with pytest.raises(overspill.OffloadError, match=r"freeze it \(requires_grad_\(False\)\)"):
+            model(input_ids=ids(0))
+        weight.requires_grad_(False)  # the remedy
+        assert len(steps(model, optimizer, 0, 1)) == 1
+
+
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError

@@ -299,6 +299,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/importing.py", "have their weights; leave weights= out, or build the model"): (
         "tests/quantised/test_qlora.py::test_a_model_with_quantised_layers_takes_no_files"
     ),
+    ("offload/private/peft_private.py", "freeze it (requires_grad_(False))"): (
+        "tests/quantised/test_target_parameters.py::test_an_adapted_weight_stays_frozen"
+    ),
     ("offload/checks.py", "load the model again, and wrap it before its first forward"): (
         "tests/parity/test_packed_by_others.py::test_codes_in_another_order_are_refused"
     ),
