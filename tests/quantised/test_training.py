@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,24 @@ def test_pages_are_read_in_place_and_nothing_is_written(
                 assert unit.page_bytes < 0.75 * unit.weight_bytes
         assert not [span.name for span in written(optimizer) if "(frozen)" in span.name]
     assert losses == trained(pairs[how].plain, 2, **PLACES["ample"])
+
+
+@about_cpu
+@pytest.mark.parametrize("how", ["fp8", "nf4"])
+def test_a_step_reads_the_files_twice_at_most(how: str, tmp_path: Path) -> None:
+    """Once forward and once backward, where host memory caches next to nothing."""
+    config = copy.copy(LLAMA)
+    config.num_hidden_layers = 12
+    pair = folders.made(tmp_path, config, how)
+    options = {"device": CPU, "host_memory": "10MiB", "nvme": tmp_path}
+    model, optimizer = wrapped(pair.quantised, **options)
+    with optimizer:
+        losses = steps(model, optimizer, 0, 3)
+        spans = optimizer._engine.trace.spans()
+        read = sum(s.nbytes for s in spans if s.lane == "read" and "(frozen)" in s.name)
+    in_files = (pair.quantised / "model.safetensors").stat().st_size
+    assert 0.2 * 3 * in_files < read <= 3 * 2 * in_files
+    assert losses == trained(pair.plain, **PLACES["ample"])
 
 
 def test_the_run_goes_on_from_its_store(pairs: dict[str, Folders], tmp_path: Path) -> None:
