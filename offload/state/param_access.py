@@ -442,8 +442,8 @@ class ParamAccess:
         weight = self._copy(index)
         if not torch.equal(value.to(weight.device, weight.dtype), weight):
             unit = self._parts.units[self._parts.unit_of[index]]
-            packed = unit.packed and not is_from_files(unit)
-            why = "kept in the format of frozen=" if packed else "read from the files of weights="
+            own = unit.packed and not is_from_files(unit)
+            why = "kept in the format of frozen=" if own else "read in place from files of weights="
             raise WeightError(
                 f"{self.name(index)} is not trained, and is {why}, so it cannot be changed{by}; "
                 "leave that option out and load the model before wrap, or overspill.unwrap(model) "
