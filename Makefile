@@ -47,7 +47,7 @@ test: $(STAMP)
 
 WAITS := tests/device @tests/device/moves.txt
 DEVICE_SUITES := tests/conformance/test_accelerator.py tests/parity tests/robust tests/durable tests/families \
-  tests/integrations tests/optimizers tests/sim/test_replay.py
+  tests/integrations tests/optimizers tests/quantised/test_training.py tests/sim/test_replay.py
 ON_DEVICE = $(if $(shell command -v $${CXX:-c++}),export OVERSPILL_TEST_DEVICE=testdev && \
   $(BIN)/python -c "import tests.devices" && $(BIN)/python -m pytest --timeout-method thread \
   -m "$(FAST) and $(1)" $(2),echo "no C++ compiler: nothing was run on the test device")

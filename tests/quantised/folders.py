@@ -47,6 +47,11 @@ class Folders(NamedTuple):
 
 def made(root: Path, config: Any, how: str) -> Folders:
     """Write both folders for a new model of ``config``."""
+    with torch.device("cpu"):
+        return _made(root, config, how)
+
+
+def _made(root: Path, config: Any, how: str) -> Folders:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     folders = Folders(root / "quantised", root / "plain")
