@@ -56,7 +56,7 @@ from .private import buffers_private
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
 from .state.importing import match_weights, open_weights, other_tensors
-from .state.in_place import sources_of, with_quantised_pages
+from .state.in_place import read_in_place
 from .step.profiling import profile_step
 
 
@@ -217,8 +217,7 @@ def _sources(
     names = match_weights(files, model, parts)
     managed = frozenset(map(id, parts.parameters))
     other_tensors(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
-    parts = with_quantised_pages(files, names, parts)
-    return parts, sources_of(files, names, parts)
+    return read_in_place(files, names, parts)
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:

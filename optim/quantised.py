@@ -31,7 +31,6 @@ WORD = 4  # bytes
 # AWQ: the codes of rows 0 to 7 are in these nibbles of a word.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 WINDOW = 1 << 20  # elements that plain torch dequantises at a time, to bound its temporary memory
-BITS_BORDER = 32  # columns: codes begin on a word after so many, whatever their size
 
 
 @dataclass(frozen=True)

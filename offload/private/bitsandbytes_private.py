@@ -56,7 +56,7 @@ def prepare(model: nn.Module, device: torch.device, is_managed: IsManaged) -> No
     found = layers(model)
     if found:
         _keep_codes_by_autograd()
-        _convert_biases_for_a_while(is_managed)
+        _convert_biases_per_forward(is_managed)
     for module in found:
         if _is_four_bit(module):
             # It would replace the codes by those in another order, for AVX-512 with bf16.
@@ -68,8 +68,8 @@ def prepare(model: nn.Module, device: torch.device, is_managed: IsManaged) -> No
         if state is not None:
             # Its first forward would take the scales from the weight, but load_state_dict needs
             # them there.
-            state.CB, weight.SCB = None, state.SCB if weight.SCB is None else weight.SCB
-            state.SCB = weight.SCB
+            weight.SCB = state.SCB if weight.SCB is None else weight.SCB
+            state.CB, state.SCB = None, weight.SCB
     _move_scales(found, device)
 
 
@@ -101,7 +101,7 @@ def _move_scales(found: list[Any], device: torch.device | None) -> None:
 
 
 @functools.cache
-def _convert_biases_for_a_while(is_managed: IsManaged) -> None:
+def _convert_biases_per_forward(is_managed: IsManaged) -> None:
     theirs: Any = importlib.import_module(f"{_NAME}.nn")
     for kind in (theirs.Linear4bit, theirs.Linear8bitLt):
         kind.forward = _with_own_bias(kind.forward, is_managed)

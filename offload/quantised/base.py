@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from ..optim.packed_layout import BORDER
+from ..optim.quantised import require_index
 from ..schedule.units import align
-
-BORDER = 64  # bytes: where the tensors of a weight begin in a page
 
 
 class Files(Protocol):
@@ -85,11 +85,10 @@ def _as_json(value: Any) -> Any:
 
 
 class TensorSource(NamedTuple):
-    """Where a tensor of a quantised weight lies: bytes of a tensor in the files."""
+    """Where a tensor of a quantised weight begins: in a tensor of the files."""
 
     name: str
     first_byte: int = 0
-    nbytes: int = 0  # 0: to the end
 
 
 class WeightPiece(NamedTuple):
@@ -176,6 +175,26 @@ class QuantisedPage:
             tensors.setdefault(number, {})[name] = part
         for number, (start, form) in enumerate(self.pieces):
             form.dequantise(tensors[number], weight[start : start + form.numel])
+
+
+def is_in_order(files: Files, name: str, columns: int, groups: int, block: int) -> bool:
+    """Return whether columns belong to groups one after the other, ``block`` columns to each.
+
+    Args:
+        name: the tensor with the group of each column; if there is none, they do.
+
+    Raises:
+        UnreadableFormat: a group does not exist.
+    """
+    if files.shape(name) is None:
+        return True
+    index = files.read(name)
+    try:
+        require_index(index, groups)
+    except ValueError as error:
+        raise UnreadableFormat(f"{name}: {error}") from error
+    expected = torch.arange(columns, dtype=index.dtype, device="cpu") // block
+    return torch.equal(index, expected)
 
 
 def require(condition: object, name: str, why: str) -> None:

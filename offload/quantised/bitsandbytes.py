@@ -11,12 +11,21 @@ from typing import Any, ClassVar
 import torch
 
 from ..optim.kernels import FLOAT_TYPES
+from ..optim.packed import STEP
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
-from .base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
+from .base import (
+    Files,
+    Format,
+    QuantisedWeight,
+    StoredTensor,
+    UnreadableFormat,
+    require,
+    stored,
+    whole,
+)
 
 METHODS = ("bitsandbytes",)
 STATE = ".quant_state.bitsandbytes__"
-STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 _F32, _U8 = torch.float32, torch.uint8
 
 
@@ -114,8 +123,7 @@ def _four_bit(files: Files, state_name: str, name: str) -> QuantisedWeight:
         nested = int(state.get("nested_blocksize", 0))
         offset = float(state["nested_offset"]) if nested else 0.0
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        require(False, state_name, f"cannot be read: {error!r}")
-        raise  # unreachable
+        raise UnreadableFormat(f"{state_name} cannot be read: {error!r}") from error
     good = isinstance(dtype, torch.dtype) and dtype in FLOAT_TYPES and block > 0 and nested >= 0
     require(good and min(shape, default=0) >= 0, state_name, f"cannot be read: {state}")
     require(kind in ("nf4", "fp4"), name, f"is of {kind!r}, which bitsandbytes does not have")

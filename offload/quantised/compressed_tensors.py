@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..optim.quantised import Codes, Scaling, codes_of, dequantise, require_index, table_of
+from ..optim.quantised import Codes, Scaling, codes_of, dequantise, table_of
 from .base import (
     Files,
     Format,
     QuantisedWeight,
     StoredTensor,
-    UnreadableFormat,
+    is_in_order,
     require,
     stored,
     whole,
@@ -101,7 +101,7 @@ def find(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
             if stored(files, name).dtype == _I32:
                 yield _packed(files, prefix, schemes)
             else:
-                yield _fp4(files, prefix, schemes)
+                yield _fp4(files, prefix)
         elif name.endswith(".weight") and set(files.dtypes(name)) & KINDS.keys():
             yield _eight_bits(files, name, schemes)
 
@@ -123,16 +123,13 @@ def _of_all(schemes: Sequence[Mapping[str, Any]], key: str) -> Any:
 
 
 def _eight_bits(files: Files, name: str, schemes: Sequence[Mapping[str, Any]]) -> QuantisedWeight:
-    zeros, scales, block = (
-        f"{name}_zero_point",
-        f"{name}_scale",
-        _of_all(schemes, "block_structure"),
-    )
+    zeros, scales = f"{name}_zero_point", f"{name}_scale"
+    block = _of_all(schemes, "block_structure")
     has_zeros = files.shape(zeros) is not None
     _require_zeros(has_zeros, zeros, schemes)
     powers = stored(files, scales).dtype == torch.uint8
     return weight(
-        files, name, name, scales, block=None if block is None else tuple(block),
+        files, name, scales, block=None if block is None else tuple(block),
         zero_name=zeros if has_zeros else None, dtype=torch.bfloat16 if powers else None,
     )  # fmt: skip
 
@@ -142,10 +139,8 @@ def _require_zeros(found: bool, name: str, schemes: Sequence[Mapping[str, Any]])
 
 
 def _packed(files: Files, prefix: str, schemes: Sequence[Mapping[str, Any]]) -> QuantisedWeight:
-    words, scales = (
-        stored(files, f"{prefix}.weight_packed"),
-        stored(files, f"{prefix}.weight_scale"),
-    )
+    words = stored(files, f"{prefix}.weight_packed")
+    scales = stored(files, f"{prefix}.weight_scale")
     require(len(words.shape) == 2, prefix, f"has packed codes of {words.shape}, not a matrix")
     stored(files, f"{prefix}.weight_shape")
     shape = tuple(files.read(f"{prefix}.weight_shape").tolist())
@@ -166,7 +161,7 @@ def _packed(files: Files, prefix: str, schemes: Sequence[Mapping[str, Any]]) -> 
     if files.shape(zeros) is not None:
         tensors["zeros"] = zeros
     _require_zeros("zeros" in tensors, zeros, schemes)
-    grouped = _in_order_of_activation(files, index, groups, columns)
+    grouped = not is_in_order(files, index, columns, groups, columns // groups)
     if grouped:
         tensors["g_idx"] = index
     kept = stored(files, zeros).dtype if "zeros" in tensors else None
@@ -175,29 +170,10 @@ def _packed(files: Files, prefix: str, schemes: Sequence[Mapping[str, Any]]) -> 
     return whole(files, f"{prefix}.weight", form, tensors, others)
 
 
-def _in_order_of_activation(files: Files, name: str, groups: int, columns: int) -> bool:
-    """Return whether columns are assigned to groups otherwise than one after the other.
-
-    Raises:
-        UnreadableFormat: a group does not exist.
-    """
-    if files.shape(name) is None:
-        return False
-    index = files.read(name).int()
-    try:
-        require_index(index, groups)
-    except ValueError as error:
-        raise UnreadableFormat(f"{name}: {error}") from error
-    return not torch.equal(index, torch.arange(columns, dtype=torch.int32) // (columns // groups))
-
-
-def _fp4(files: Files, prefix: str, schemes: Sequence[Mapping[str, Any]]) -> QuantisedWeight:
+def _fp4(files: Files, prefix: str) -> QuantisedWeight:
     """Return a weight of NVFP4 (with a scale of all scales) or MXFP4."""
-    codes, scales = (
-        stored(files, f"{prefix}.weight_packed"),
-        stored(files, f"{prefix}.weight_scale"),
-    )
     tensors = {"codes": f"{prefix}.weight_packed", "scales": f"{prefix}.weight_scale"}
+    codes, scales = stored(files, tensors["codes"]), stored(files, tensors["scales"])
     upper = f"{prefix}.weight_global_scale"
     if files.shape(upper) is not None:
         tensors["upper"] = upper

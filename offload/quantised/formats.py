@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from . import awq, bitsandbytes, compressed_tensors, fp4, gptq, scaled
+from . import awq, bitsandbytes, compressed_tensors, fp4, gptq, modelopt, scaled
 from .base import Files, Format, QuantisedPage, QuantisedWeight, UnreadableFormat, require
 from .cast import Cast
 
 FINDERS: Mapping[str, Callable[[Files, Mapping[str, Any]], Iterator[QuantisedWeight]]] = {
     method: module.find
-    for module in (bitsandbytes, gptq, awq, scaled, compressed_tensors, fp4)
+    for module in (bitsandbytes, gptq, awq, scaled, compressed_tensors, fp4, modelopt)
     for method in module.METHODS
 }
 CLASSES: Mapping[str, type[Format]] = {
@@ -36,7 +36,7 @@ def find(files: Files, config: Mapping[str, Any] | None) -> dict[str, QuantisedW
     Raises:
         UnreadableFormat: they are in a format that cannot be read, or are incomplete.
     """
-    found = list(_untold(files) if config is None else _told(files, config))
+    found = list(_by_tensors(files) if config is None else _by_config(files, config))
     _require_scales(files, found)
     return {each.name: each for each in found}
 
@@ -47,10 +47,10 @@ def _require_scales(files: Files, found: Iterable[QuantisedWeight]) -> None:
     for name in files.names:
         if name not in used and name.endswith("weight"):
             dtypes = set(files.dtypes(name))
-            require(not dtypes & scaled.FP8, name, f"is {dtypes} and has no scale that is known")
+            require(not dtypes & scaled.FP8, name, "is fp8 and has no scale that is known")
 
 
-def _told(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
+def _by_config(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in FINDERS:
         known = ", ".join(sorted({each.replace("_", "-") for each in FINDERS}))
@@ -61,7 +61,7 @@ def _told(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
     return FINDERS[method](files, config)
 
 
-def _untold(files: Files) -> Iterator[QuantisedWeight]:
+def _by_tensors(files: Files) -> Iterator[QuantisedWeight]:
     names = files.names
     if any(name.endswith(".qweight") for name in names):
         raise UnreadableFormat(

@@ -1,12 +1,11 @@
 """FP4 (E2M1) in blocks: NVFP4 of ModelOpt and compressed-tensors, and MXFP4 of gpt-oss and others.
 
-Two codes a byte, the first in the lower half.  NVFP4: 16 elements share an fp8 scale, and all
+Two codes per byte, the first in the lower half.  NVFP4: 16 elements share an fp8 scale, and all
 scales share an fp32 one.  MXFP4: 32 elements share a power of two.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
-from . import scaled
 from .base import (
     Files,
     Format,
@@ -25,11 +23,10 @@ from .base import (
     WeightPiece,
     require,
     stored,
-    whole,
 )
 from .scales import as_fp32
 
-METHODS = ("mxfp4", "modelopt")
+METHODS = ("mxfp4",)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -94,14 +91,11 @@ class Fp4(Format):
 
 
 def find(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
-    """Yield the weights of gpt-oss' MXFP4, and of ModelOpt's NVFP4 and FP8.
+    """Yield the weights of gpt-oss' MXFP4.
 
     Raises:
         UnreadableFormat: one of them is incomplete.
     """
-    if config.get("quant_method") == "modelopt":
-        yield from _of_modelopt(files)
-        return
     for name in files.names:
         if name.endswith(_BLOCKS):
             yield _stack(files, name.removesuffix(_BLOCKS))
@@ -122,25 +116,8 @@ def _stack(files: Files, name: str) -> QuantisedWeight:
     pieces = []
     for expert in range(experts):
         sources = {
-            key: TensorSource(tensor, expert * form.tensors[key].nbytes, form.tensors[key].nbytes)
+            key: TensorSource(tensor, expert * form.tensors[key].nbytes)
             for key, tensor in (("codes", name + _BLOCKS), ("scales", name + _SCALES))
         }
         pieces.append(WeightPiece(expert * form.numel, form, sources))
     return QuantisedWeight(name, (experts, columns, rows), form.dtype, tuple(pieces))
-
-
-def _of_modelopt(files: Files) -> Iterator[QuantisedWeight]:
-    for name in files.names:
-        scaled_input = name.endswith(".pre_quant_scale")
-        require(not scaled_input, name, "scales the inputs of a layer, which cannot be read")
-        quantised = set(files.dtypes(name)) & {torch.uint8, *scaled.KINDS}
-        if not name.endswith(".weight") or not quantised:
-            continue
-        codes, scales = stored(files, name), stored(files, f"{name}_scale")
-        if codes.dtype in scaled.KINDS:
-            yield scaled.weight(files, name, name, f"{name}_scale")
-            continue
-        form = Fp4.of(name, codes, scales, upper="multiplies")
-        tensors = {"codes": name, "scales": f"{name}_scale", "upper": f"{name}_scale_2"}
-        require(math.prod(files.shape(tensors["upper"]) or ()) == 1, name, "has no weight_scale_2")
-        yield whole(files, name, form, tensors)

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..optim.quantised import Codes, Scaling, codes_of, dequantise, require_index, table_of
+from ..optim.quantised import Codes, Scaling, codes_of, dequantise, table_of
 from .base import (
     Files,
     Format,
     QuantisedWeight,
     StoredTensor,
     UnreadableFormat,
+    is_in_order,
     require,
     stored,
     whole,
@@ -105,18 +106,13 @@ def _weight(
     columns = words.shape[0] * 32 // bits
     tensors = {key: f"{prefix}.{key}" for key in ("qweight", "qzeros", "scales")}
     block = _block(config, prefix, columns, groups)
-    if files.shape(f"{prefix}.g_idx") is None:
-        require(not config.get("desc_act"), f"{prefix}.g_idx", "is missing, and desc_act is set")
-    else:
-        index = files.read(f"{prefix}.g_idx")
-        try:
-            require_index(index, groups)
-        except ValueError as error:
-            raise UnreadableFormat(f"{prefix}.g_idx: {error}") from error
-        if not torch.equal(index, torch.arange(columns, dtype=index.dtype) // block):
-            block, tensors["g_idx"] = 0, f"{prefix}.g_idx"
+    index = f"{prefix}.g_idx"
+    if files.shape(index) is None:
+        require(not config.get("desc_act"), index, "is missing, and desc_act is set")
+    if not is_in_order(files, index, columns, groups, block):
+        block, tensors["g_idx"] = 0, index
     form = Gptq((rows, columns), scales.dtype, bits, groups, zero_shift, block)
-    return whole(files, f"{prefix}.weight", form, tensors, (f"{prefix}.g_idx",))
+    return whole(files, f"{prefix}.weight", form, tensors, (index,))
 
 
 def _block(config: Mapping[str, Any], prefix: str, columns: int, groups: int) -> int:

@@ -69,14 +69,13 @@ def find(files: Files, config: Mapping[str, Any]) -> Iterator[QuantisedWeight]:
     """Yield the weights of this format.
 
     Raises:
-        UnreadableFormat: one of them is incomplete.
+        UnreadableFormat: scales of one of them do not fit.
     """
     given = config.get("weight_block_size")
     for name in _codes_in(files):
         scales = next((n for n in _scale_names(name) if files.shape(n) is not None), None)
-        require(scales, name, "is fp8 and has no scale that is known")
-        assert scales is not None
-        yield weight(files, name, name, scales, block=None if given is None else tuple(given))
+        if scales is not None:  # else it is refused: see ``formats``
+            yield weight(files, name, scales, block=None if given is None else tuple(given))
 
 
 def find_casts(files: Files) -> Iterator[QuantisedWeight]:
@@ -114,20 +113,20 @@ def _scale_names(name: str) -> list[str]:
 
 
 def weight(
-    files: Files, name: str, codes_name: str, scale_name: str, *, zero_name: str | None = None,
+    files: Files, name: str, scale_name: str, *, zero_name: str | None = None,
     block: tuple[int, ...] | None = None, dtype: torch.dtype | None = torch.float32,
 ) -> QuantisedWeight:  # fmt: skip
     """Return a weight of 8-bit codes.
 
     Args:
-        name: of the weight.
+        name: of the weight, and of its codes.
         block: rows and columns that share a scale; by default the scales tell.
         dtype: in which its library computes; ``None``: that of the scales.
 
     Raises:
         UnreadableFormat: its tensors do not fit together.
     """
-    codes, scales = stored(files, codes_name), stored(files, scale_name)
+    codes, scales = stored(files, name), stored(files, scale_name)
     grid = _grid(codes.shape, scales.shape, block)
     require(grid, name, f"of {codes.shape} has scales of {scales.shape}, which do not fit")
     assert grid is not None
@@ -136,7 +135,7 @@ def weight(
         codes.shape, dtype or scales.dtype, codes.dtype, scales.dtype, grid.scales, grid.block,
         zeros,
     )  # fmt: skip
-    tensors = {"codes": codes_name, "scales": scale_name}
+    tensors = {"codes": name, "scales": scale_name}
     if zero_name is not None:
         tensors["zeros"] = zero_name
     return whole(files, name, form, tensors)

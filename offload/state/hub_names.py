@@ -249,6 +249,7 @@ class HubFiles:
         ]
         self._last: tuple[Group, dict[str, torch.Tensor]] | None = None
         self._traced: tuple[Group | None, dict[str, InFiles]] = None, {}
+        self._pieces: tuple[Group | None, dict[str, QuantisedInFiles]] = None, {}
 
     @property
     def names(self) -> list[str]:
@@ -290,7 +291,9 @@ class HubFiles:
         group = self._group[name]
         if group.transform is None:
             return self._files.find_quantised(group.sources[0][0])
-        return _trace_quantised(group, self._model, self._files).get(name)
+        if group is not self._pieces[0]:
+            self._pieces = group, _trace_quantised(group, self._model, self._files)
+        return self._pieces[1].get(name)
 
 
 class _Rows(NamedTuple):

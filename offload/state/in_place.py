@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from ..io_engine.ranges import FilePart, FileRanges
+from ..optim.packed_layout import BORDER
 from ..planning.partition import Partition
 from ..planning.sources import Sources
-from ..quantised.base import BORDER, QuantisedPage
+from ..quantised.base import QuantisedPage
 from ..quantised.cast import Cast
 from ..schedule.units import PAGE, Chunk, PagePart, ParamSpec, Unit, align
 from .weight_files import InFiles, QuantisedInFiles, TensorFiles
@@ -19,18 +20,30 @@ from .weight_files import InFiles, QuantisedInFiles, TensorFiles
 InPage = InFiles | QuantisedInFiles
 
 
-def with_quantised_pages(
+def read_in_place(
     files: TensorFiles, names: Mapping[int, str], parts: Partition
-) -> Partition:
-    """Return ``parts`` with pages for frozen units that are quantised in the files.
+) -> tuple[Partition, Sources]:
+    """Return where the untrained units lie that can be read from the files as they are stored.
 
-    Such a page has the tensors of all weights as they are in the files, one after the other.
+    Their weights lie in the files exactly as in memory, or are quantised there.  In the returned
+    partition, units of quantised weights have pages with all tensors of these weights, one after
+    the other.
 
     Args:
         names: the tensor's name in the files, by parameter index.
     """
-    units = tuple(_with_page(unit, _located(unit, files, names)) for unit in parts.units)
-    return replace(parts, units=units)
+    paths: dict[Path, int] = {}
+    ranges: dict[int, FileRanges] = {}
+    units: list[Unit] = []
+    for unit in parts.units:
+        found = _located(unit, files, names)
+        units.append(_with_page(unit, found))
+        if found and (units[-1].packed or _as_in_memory(unit, found)):
+            ranges[unit.index] = _ranges(units[-1], found, paths)
+    sources = Sources(
+        tuple(path.absolute() for path in paths), ranges, tuple(map(files.state, paths))
+    )
+    return replace(parts, units=tuple(units)), sources
 
 
 def _with_page(unit: Unit, found: Mapping[int, InPage]) -> Unit:
@@ -52,30 +65,12 @@ def _with_page(unit: Unit, found: Mapping[int, InPage]) -> Unit:
     return replace(unit, page=tuple(parts), page_bytes=align(offset, PAGE))
 
 
-def sources_of(files: TensorFiles, names: Mapping[int, str], parts: Partition) -> Sources:
-    """Return the untrained units that can be read from the files as they are stored.
-
-    Their weights lie in the files exactly as in memory, or exactly as in their pages.
-
-    Args:
-        names: the tensor's name in the files, by parameter index.
-    """
-    paths: dict[Path, int] = {}
-    ranges: dict[int, FileRanges] = {}
-    for unit in parts.units:
-        found = _located(unit, files, names)
-        if found and (unit.packed or _as_in_memory(unit, found)):
-            ranges[unit.index] = _ranges(unit, found, paths)
-    states = tuple(map(files.state, paths))
-    return Sources(tuple(path.absolute() for path in paths), ranges, states)
-
-
 def _located(unit: Unit, files: TensorFiles, names: Mapping[int, str]) -> dict[int, InPage]:
     """Return where the weights of a frozen unit lie, by parameter; empty if one has no place.
 
     Units that ``frozen=`` packs have none: they are computed from the files.
     """
-    if unit.trainable or not unit.weight_bytes or (unit.packed and not is_from_files(unit)):
+    if unit.trainable or unit.packed or not unit.weight_bytes:
         return {}
     found: dict[int, InPage] = {}
     for _, spec in unit.params:

@@ -13,6 +13,7 @@ from torch import nn
 import overspill
 from overspill.optim.quantised import Codes, Scaling, codes_of, dequantise, table_of
 from tests.devices import CPU, SIM, about_cpu, normal, plainly
+from tests.parity.test_packed_by_others import losses
 
 pytestmark = about_cpu
 WIDTH, GROUP = 64, 32
@@ -57,17 +58,6 @@ class Block(nn.Module):
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(6)))
-
-
-def losses(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
-    found = []
-    for number in range(steps):
-        loss = model(normal(number, 4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 @pytest.mark.parametrize("precision", [None, "fp32"])
