@@ -143,6 +143,7 @@ class Loop:
 
     def catch_up(self, unit: int) -> None:
         """Prepare for a module that is about to run and reads weights of the unit."""
+        self.require()
         self._trainer.claim()
         self._before_use()
         self._direct.finish()

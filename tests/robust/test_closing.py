@@ -20,6 +20,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from overspill.movement.engine_port import EnginePort
 from overspill.movement.executor import Executor
 from overspill.params.onloaded_units import OnloadedUnits
 from overspill.private import reentrancy, torch_private
@@ -175,6 +176,43 @@ def test_a_forward_goes_on_while_another_thread_closes(
     ended()
     with overspill.resume(build(), tmp_path, device=CPU, rates=overspill.Rates())[0] as again:
         assert again.step_count == 1
+
+
+def test_a_unit_runs_while_another_thread_closes_the_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of the two threads releases a unit that an exception left open."""
+    model, optimizer = wrapped(tmp_path, PLACE)
+    step(model, optimizer)
+    units: OnloadedUnits = optimizer._engine._onloaded_units
+    unit = next(unit for unit, moves in enumerate(units.streamed) if moves)
+    units.executor.protocol.need(unit)  # granted, and then lost to an exception
+    closes, begun, lost = threading.Event(), threading.Event(), EnginePort.lost
+    raised: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            optimizer.close()
+        except BaseException as error:
+            raised.append(error)
+
+    def find_slowly(self: EnginePort, uses: Any) -> list[int]:
+        found = lost(self, uses)
+        if threading.current_thread() is closer:
+            closes.set()
+            begun.wait(WAIT_S)
+        return found
+
+    monkeypatch.setattr(EnginePort, "lost", find_slowly)
+    closer = threading.Thread(target=close)
+    closer.start()
+    assert closes.wait(WAIT_S)
+    with pytest.raises(OffloadError, match="closed"):
+        units.parts.found[unit].module(normal(1, 4, WIDTH))
+    begun.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive() and not raised
+    ended()
 
 
 @pytest.mark.parametrize("raises", [True, False])
