@@ -106,7 +106,8 @@ class Annex:
             piece = min(ANNEX_PIECE, self._memory.numel() - self.taken_bytes)
             self._take(self._memory.data_ptr() + self.taken_bytes, piece)
             self.taken_bytes += piece
-        return self._memory.narrow(0, place.offset - self._base, place.nbytes)
+        begin = place.offset - self._base
+        return self._memory[begin : begin + place.nbytes]
 
 
 class Arenas:
@@ -135,7 +136,8 @@ class Arenas:
             return self.annex.bytes_of(place)
         arena = self.device if place.tier is Tier.DEVICE else self.host
         assert arena is not None, f"no arena of {place.tier.value} memory"
-        return arena.narrow(0, place.offset, place.nbytes)
+        # Unlike ``narrow``, this keeps the GIL, which a busy training thread would not give back.
+        return arena[place.offset : place.offset + place.nbytes]
 
     def typed(self, place: Place, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return ``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
