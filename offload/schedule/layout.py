@@ -182,7 +182,7 @@ class Layout:
         """Whether any unit is trained; otherwise a step is one forward."""
         return any(unit.trainable for unit in self.units)
 
-    @property
+    @cached_property
     def unchangeable(self) -> frozenset[int]:
         """The units whose weights nothing may change."""
         return self.in_place | {unit.index for unit in self.units if unit.packed}
