@@ -93,6 +93,8 @@ class Preference:
         share: part of the remaining room that homes take; the rest is for staging and prefetch.
         device: part of this room on the device for whole units (weights, gradients and state, with
             updates on the device); the rest is for weights alone.
+        beside: whether gradients and state of trained weights beside frozen ones, such as adapters,
+            have their home on the device too, if there is room.
         visiting: share of the other state records that are copied to the device for their update.
         recompute: units whose forward is recomputed in backward, under ``"auto"``.
     """
@@ -101,6 +103,7 @@ class Preference:
     order: tuple[int, ...] | None = None
     share: float = 1.0
     device: float = 0.0
+    beside: bool = False
     visiting: float = 0.0
     recompute: frozenset[int] = frozenset()
 

@@ -86,21 +86,24 @@ class _Planner(Placement):
         everything = sum(u.weight_bytes for u in self.units) + gather
         if everything <= budget:
             self.resident = [True] * len(self.units)
-            self._move_to_device(_Spend(budget - everything))
+            self._move_to_device(_Spend(budget - everything), self.order)
             return 0, gather
         small = [u for u in self.beside if not self.resident[u.index]]
-        taken = sum(u.weight_bytes for u in small)
-        if taken <= BESIDE_SHARE * (budget - need):
+        beside = _Spend(int(BESIDE_SHARE * max(0, budget - need)))
+        if beside.take(sum(u.weight_bytes for u in small)):
             for unit in small:
                 self.resident[unit.index] = True
-            fixed += taken
+            left = beside.left
+            if self.needs.prefer.beside:
+                self._move_to_device(beside, small)
+            fixed += sum(u.weight_bytes for u in small) + left - beside.left
         ahead = self._ahead(budget - fixed - gather, self._device_weights)
         fixed += self._keep_pages(budget - fixed - gather - self._device_weights(ahead))
         room = budget - fixed - gather - self._device_weights(ahead)
         prefer = self.needs.prefer
         whole = _Spend(int(room * prefer.share * prefer.device))
         if prefer.device:
-            self._move_to_device(whole)
+            self._move_to_device(whole, self.order)
         spend = _Spend(int(room * prefer.share * (1 - prefer.device)) + whole.left)
         for unit in self.order:
             if not self.resident[unit.index] and unit.index not in self.pages_there:
@@ -163,20 +166,20 @@ class _Planner(Placement):
             for s in self.subgroups[unit.index]
         )
 
-    def _move_to_device(self, spend: _Spend) -> None:
-        """Place as many whole units on the device as fit.
+    def _move_to_device(self, spend: _Spend, units: Sequence[Unit]) -> None:
+        """Place as many of these units on the device as fit, as a whole.
 
         The weights of resident units are accounted for already.
         """
         if self.needs.durable:
             return  # commits are written from host memory
-        for unit in self.order:
+        for unit in units:
             if unit.index in self.pages_there or self._has_host_products(unit):
                 continue
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if not self.resident[unit.index]:
                 nbytes += unit.weight_bytes
-            if spend.take(nbytes):
+            if self.weights[unit.index] is not Tier.DEVICE and spend.take(nbytes):
                 self.resident[unit.index] = True
                 self.weights[unit.index] = Tier.DEVICE
                 self.in_place.discard(unit.index)  # it is read only once

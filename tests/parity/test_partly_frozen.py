@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.facts.tier import Tier
 from tests.devices import CPU, SIM, normal, plainly
 
 WIDTH, RANK, DEPTH = 64, 4, 8
@@ -18,12 +19,12 @@ WIDTH, RANK, DEPTH = 64, 4, 8
 class Adapted(nn.Module):
     """A frozen layer with a trained one of low rank beside it, behind a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.base = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.base = nn.Linear(width, width), nn.Linear(width, width)
         self.down, self.up = (
-            nn.Linear(WIDTH, RANK, bias=False),
-            nn.Linear(RANK, WIDTH, bias=False),
+            nn.Linear(width, RANK, bias=False),
+            nn.Linear(RANK, width, bias=False),
         )
         for p in (*self.first.parameters(), *self.base.parameters()):
             p.requires_grad_(False)
@@ -33,15 +34,16 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(y) + self.up(self.down(y)))
 
 
-def build() -> nn.Module:
+def build(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Adapted() for _ in range(DEPTH)))
+    return nn.Sequential(*(Adapted(width) for _ in range(DEPTH)))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+RATES = overspill.Rates(h2d_bytes_s=1e9, d2h_bytes_s=1e9, update_params_s=1e9)
 PLACES: dict[str, dict[str, Any]] = {
     "device": {"device": SIM, "device_memory": "120KiB", "host_memory": "64MiB"}
 }
@@ -85,3 +87,41 @@ def test_a_unit_is_fetched_once_in_forward_and_once_in_backward(
             assert sum(moved) < ours.stats.lanes["copy_in"].bytes <= 2.7 * sum(moved)
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
+
+
+@pytest.mark.searches
+@pytest.mark.parametrize("update", ["step", "next_forward", "backward"])
+def test_adapters_are_updated_on_the_device(update: Any, tmp_path: Path) -> None:
+    """If that is no slower; not with commits, which are written from host memory."""
+
+    def run(**options: Any) -> tuple[overspill.Plan, list[float], dict[str, torch.Tensor]]:
+        model = build(256)
+        with overspill.wrap(
+            model, torch.optim.AdamW(trained(model), lr=1e-2), device=SIM, update=update,
+            rates=RATES, device_memory="2MiB", host_memory="64MiB", **options,
+        ) as optimizer:  # fmt: skip
+            losses = []
+            for step in range(3):
+                x = normal(step, 2, 256).to(next(model.parameters()).device)
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return optimizer.plan, losses, {n: t.clone() for n, t in model.state_dict().items()}
+
+    def live_there(plan: overspill.Plan) -> bool:
+        layout = plan.detail.layout
+        assert layout is not None and any(layout.streamed)
+        homes = [layout.homes[unit.index] for unit in layout.units if unit.trainable]
+        found = {home.grads is home.state[0] is Tier.DEVICE for home in homes}
+        assert len(found) == 1
+        return found.pop()
+
+    plan, losses, values = run()
+    assert live_there(plan)
+    for committed in (False, True):
+        there, again, kept = run(nvme=tmp_path, durable=committed)
+        assert live_there(there) is not committed
+        assert again == losses
+        assert all(torch.equal(kept[name], value) for name, value in values.items())
