@@ -14,6 +14,7 @@ from .movement.accelerators.choose import Accelerator
 from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
 from .params.param_handle import managed
+from .planning.sections import Sections
 from .private import bitsandbytes_private, peft_private, torch_private
 
 
@@ -73,11 +74,10 @@ def check_modules(model: nn.Module) -> None:
             raise ModelError(f"{kind} is not supported: overspill trains on one device")
     for name, wrapper in peft_private.wrappers(model):
         found = peft_private.adapted(wrapper)
-        if not isinstance(found, nn.Parameter) or found.requires_grad:
-            what = "is trained itself" if isinstance(found, nn.Parameter) else "is in sections"
+        if not isinstance(found, Sections) and found.requires_grad:
             raise ModelError(
                 f"module {name!r}: peft's target_parameters adapts {wrapper.parameter_name!r}, "
-                f"which {what}; leave it whole and freeze it, or leave it out"
+                "which is trained itself; freeze it, or leave it out"
             )
 
 

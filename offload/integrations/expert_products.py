@@ -68,8 +68,9 @@ def _one_by_one(
         first = len(made)
         within = tuple(expert - section.first for expert in mine)
         made += section(
-            *rows[first : first + len(mine)], within=within, transposed=experts.is_transposed
-        )
+            *rows[first : first + len(mine)], within=within, transposed=experts.is_transposed,
+            added=stack.added_to(section),
+        )  # fmt: skip
     return made
 
 
@@ -118,7 +119,8 @@ def _in_groups(
     for section, piece in zip(stack, rows.split(sizes), strict=True):
         if len(piece):
             mine = ends[section.first : section.experts.stop] - before
-            made.append(section(piece, mine, within=None, transposed=transposed))
+            added = stack.added_to(section)
+            made.append(section(piece, mine, within=None, transposed=transposed, added=added))
             before += len(piece)
     return torch.cat(made) if made else rows.new_empty(0, stack.shape[2 if transposed else 1])
 

@@ -26,7 +26,9 @@ from transformers.integrations import moe
 from ..config import parse_size
 from ..engine import engine_of
 from ..errors import ModelError
+from ..params.param_handle import managed
 from ..planning.sections import Sections, has_sections, split_in, stacks_of
+from ..private import peft_private
 from ..private.module_private import put_in_place, with_members
 from ..private.torch_private import become, not_compiled
 from .expert_products import eager, grouped, product, up_name
@@ -85,6 +87,7 @@ def split_experts(
     chosen = {name: _arithmetic_of(name, module, arithmetic) for name, module in found.items()}
     _require_same_bits(found, chosen)
     foresight = Foresight([module.num_experts for module in found.values()])
+    peft_private.prepare(managed)  # adapters of single parameters: they add to sections from now on
     for number, (name, module) in enumerate(found.items()):
         order = tuple(each for each, _ in module.named_parameters(recurse=False))
         own = copy.copy(module.config)  # that of the model may be others' too
@@ -162,11 +165,14 @@ def _require_splittable(model: nn.Module, found: dict[str, Any]) -> None:
         if id(p) in names and path.rpartition(".")[0] in found:
             raise ValueError(f"split_experts: {path} and {names[id(p)]} are the same parameter")
         names.setdefault(id(p), path)
+    for path, wrapper in peft_private.wrappers(model):
+        if wrapper.get_base_layer() in found.values() and wrapper.merged:
+            raise ValueError(f"split_experts: the adapter {path} is merged; unmerge it first")
     for path, module in found.items():
-        if not {"base_layer", "original_module", "modules_to_save"}.isdisjoint(path.split(".")):
+        if not {"original_module", "modules_to_save"}.isdisjoint(path.split(".")):
             raise ValueError(
-                f"split_experts: peft adapts the stacks of {path}, or saves a copy; split the "
-                "model before peft has it, or leave them out"
+                f"split_experts: peft saves a copy of {path}; split the model before peft has it, "
+                "or leave them out"
             )
         if len(_stacks(module)) != 2:
             raise ValueError(f"split_experts: {path} has only one of its stacks as a parameter")

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 
 _NAME = "section_of_experts"  # name of the parameter; no other parameter has this name
 _SECTION = re.compile(rf"(.+)\.(\d+)\.{_NAME}")
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to matrices: ``scaling * left @ right``, of shapes (experts, rows, rank)
+    and (experts, rank, columns)."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
 
 
 class Section(nn.Module):
@@ -44,9 +55,29 @@ class Section(nn.Module):
         """The matrices of the experts, of shape (experts, rows, columns)."""
         return self.section_of_experts
 
-    def forward(self, *rows: torch.Tensor, **how: Any) -> Any:
-        """Multiply the rows routed to the experts by their matrices."""
-        return self._product(self.section, *rows, **how)
+    def forward(self, *rows: torch.Tensor, added: LowRank | None = None, **how: Any) -> Any:
+        """Multiply the rows routed to the experts by their matrices.
+
+        Args:
+            added: is added to the matrices.  The sum is computed again in backward, since it is as
+                large as the section.
+        """
+        if added is None:
+            return self._product(self.section, *rows, **how)
+        left, right, scaling = added
+        run = partial(self._by_sum, scaling, how)
+        if not torch.is_grad_enabled():
+            return run(left, right, *rows)
+        return checkpoint(run, left, right, *rows, use_reentrant=False, preserve_rng_state=False)
+
+    def _by_sum(
+        self, scaling: float, how: Mapping[str, Any], left: torch.Tensor, right: torch.Tensor,
+        *rows: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        # As peft computes it: in the dtype of the weights, under autocast too.
+        with torch.autocast(self.section.device.type, enabled=False):
+            matrices = torch.baddbmm(self.section, left, right, alpha=scaling)
+        return self._product(matrices, *rows, **how)
 
     def extra_repr(self) -> str:
         return f"experts {self.first} to {self.experts.stop - 1} of {tuple(self.section.shape)}"
@@ -65,6 +96,7 @@ class Sections(nn.ModuleList):
     """
 
     announce: Announce | None = None
+    _added: Mapping[int, LowRank] = {}  # by first expert of a section
 
     def __init__(
         self, stack: nn.Parameter, experts: int, rows_per_token: float, product: Callable[..., Any]
@@ -94,6 +126,34 @@ class Sections(nn.ModuleList):
         """The shape of the stack."""
         parts = [each.section for each in self]
         return sum(map(len, parts)), *parts[0].shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stack."""
+        return next(iter(self)).section.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute sees the stack."""
+        return next(iter(self)).section.device
+
+    def add(self, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+        """Add a product of low rank to the matrices until ``add_nothing``; see ``LowRank``."""
+        sizes = [len(each.experts) for each in self]
+        self._added = {
+            section.first: LowRank(mine, also_mine, scaling)
+            for section, mine, also_mine in zip(
+                self, left.split(sizes), right.split(sizes), strict=True
+            )
+        }
+
+    def add_nothing(self) -> None:
+        """End ``add``."""
+        self._added = {}
+
+    def added_to(self, section: Section) -> LowRank | None:
+        """Return what is added to the matrices of a section."""
+        return self._added.get(section.first)
 
     def joined(self) -> nn.Parameter:
         """Return the stack as one parameter, with its gradient if all sections have one."""

@@ -4,6 +4,9 @@ While its layer runs, such an adapter replaces the parameter by a parametrisatio
 object, and puts the parameter back afterwards.  The engine manages parameters by identity, and owns
 their memory.  So the parametrisation is set up on a module that only has a view of the weight, and
 the layer gets the result as an attribute, which Python finds before the parameter.
+
+A stack that was split into sections is a module in the parameter's place.  It adds the product of
+the adapter's factors to its matrices, one section at a time.
 """
 
 from __future__ import annotations
@@ -51,11 +54,28 @@ def _keep_parameters(is_managed: Callable[[Any], object]) -> None:
     original: Activate = kind._activate_lora
 
     def activate(self: Any, adapters: list[str]) -> contextlib.AbstractContextManager[None]:
-        if is_managed(adapted(self)):
+        found = adapted(self)
+        if isinstance(found, nn.Module):
+            return _InSections(self, found, adapters)
+        if is_managed(found):
             return _Beside(self, adapters, original)
         return original(self, adapters)
 
     kind._activate_lora = activate
+    kind.merge, kind.unmerge = _unless_in_sections(kind.merge), _unless_in_sections(kind.unmerge)
+
+
+def _unless_in_sections(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(adapted(self), nn.Module):
+            raise ModelError(
+                f"an adapter cannot be merged into {self.parameter_name!r}, which is in sections; "
+                "call overspill.unwrap(model) and join_experts(model) first"
+            )
+        method(self, *args, **kwargs)
+
+    return checked
 
 
 class _Beside:
@@ -84,3 +104,24 @@ class _Beside:
 
     def __exit__(self, *error: Any) -> None:
         self._undo.__exit__(*error)
+
+
+class _InSections:
+    """The context in which a layer computes with an adapted stack that is in sections."""
+
+    def __init__(self, wrapper: Any, stack: Any, adapters: list[str]) -> None:
+        mine = [name for name in adapters if name in wrapper.lora_A]
+        if len(mine) > 1:
+            raise ModelError(
+                f"{', '.join(mine)} are active at once, and add to {wrapper.parameter_name!r}, "
+                "which is in sections; activate one adapter at a time"
+            )
+        self._stack = stack
+        self._factors = wrapper.get_delta_factors(*mine) if mine else None
+
+    def __enter__(self) -> None:
+        if self._factors is not None:
+            self._stack.add(*self._factors)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.add_nothing()

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..io_engine.ranges import FileState
 from ..planning.sections import Section, Sections, section_name
+from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles
 
 
@@ -27,7 +28,9 @@ class SectionFiles:
         self._files = files
         # stack name and section, by section name
         self._sections: dict[str, tuple[str, Section]] = {}
-        for name, stack in model.named_modules():
+        in_base = names_in_base(model)
+        for own, stack in model.named_modules():
+            name = in_base(own)
             shape = files.shape(name) if isinstance(stack, Sections) else None
             if not isinstance(stack, Sections) or shape is None:
                 continue  # the files may have sections instead

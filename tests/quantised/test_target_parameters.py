@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import overspill
 from overspill.engine import engine_of
+from overspill.integrations.experts import split_experts
 from tests.devices import DEVICE, SIM, about_cpu, plainly
 from tests.quantised import folders
 from tests.quantised.folders import EXPERTS, GPT_OSS, Folders, empty
@@ -60,17 +61,25 @@ def plain(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.parametrize("section", [None, "16KiB"])
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", BASES)
 def test_losses_and_files_are_those_of_the_plain_run(
-    pairs: dict[str, Folders], how: str, place: str, checkpoints: bool, tmp_path: Path
+    pairs: dict[str, Folders],
+    how: str,
+    place: str,
+    checkpoints: bool,
+    section: str | None,
+    tmp_path: Path,
 ) -> None:
     expected = plain(pairs[how].plain)
     losses = steps(expected, plainly(overspill.optim.AdamW, trained(expected), lr=1e-2), 0, 3)
     expected.save_pretrained(tmp_path / "plain")
     with overspill.empty_init():
         model = adapted(empty(pairs[how].quantised))
+        if section is not None:
+            split_experts(model, section)
     if checkpoints:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
@@ -80,7 +89,9 @@ def test_losses_and_files_are_those_of_the_plain_run(
     with overspill.wrap(model, inner, weights=weights, **PLACES[place]) as optimizer:
         begin(model)
         assert steps(model, optimizer, 0, 3) == losses
-        assert any(unit.packed for unit in optimizer.plan.detail.layout.units)
+        layout = optimizer.plan.detail.layout
+        assert all(unit.packed for unit in layout.units if "proj" in unit.name)
+        assert any(unit.packed and "proj" in unit.name for unit in layout.units) is bool(section)
         model.save_pretrained(tmp_path / "own")
     names = ("plain", "own")
     found = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in names]

@@ -168,7 +168,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ): ("tests/integrations/test_trl.py::test_the_losses_are_those_of_the_trainer_alone"),
     (
         "offload/integrations/experts.py",
-        "copy; split the model before peft has it, or leave them",
+        "; split the model before peft has it, or leave them out",
     ): ("tests/integrations/test_experts.py::test_frozen_experts_are_packed_section_by_section"),
     (
         "offload/integrations/experts.py",
@@ -301,6 +301,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     ("offload/private/peft_private.py", "freeze it (requires_grad_(False))"): (
         "tests/quantised/test_target_parameters.py::test_an_adapted_weight_stays_frozen"
+    ),
+    ("offload/private/peft_private.py", "call overspill.unwrap(model) and join_experts(model)"): (
+        "tests/integrations/test_experts_adapted.py::test_merging_needs_whole_stacks"
+    ),
+    ("offload/private/peft_private.py", "in sections; activate one adapter at a time"): (
+        "tests/integrations/test_experts_adapted.py::test_several_adapters_one_at_a_time"
     ),
     ("offload/checks.py", "load the model again, and wrap it before its first forward"): (
         "tests/parity/test_packed_by_others.py::test_codes_in_another_order_are_refused"

@@ -218,14 +218,14 @@ def test_functional_calls() -> None:
 
 
 @about_cpu
-@tries("offload/checks.py", "leave it whole and freeze it, or leave it out")
+@tries("offload/checks.py", "which is trained itself; freeze it, or leave it out")
 @pytest.mark.parametrize("remedy", ["freeze it", "leave it out"])
 def test_adapters_on_parameters(remedy: str) -> None:
     peft = pytest.importorskip("peft")
     over = {"target_modules": [], "target_parameters": ["3.weight"]}
     model = peft.get_peft_model(net(), peft.LoraConfig(r=2, **over))
     weight = model.get_parameter("base_model.model.3.base_layer.weight").requires_grad_()
-    with says("target_parameters adapts 'weight', which is trained itself; leave it whole"):
+    with says("target_parameters adapts 'weight', which is trained itself; freeze it"):
         wrapped(model)
     weight.requires_grad_(False)
     if remedy == "leave it out":
