@@ -4,7 +4,7 @@ Their products keep the codes for backward where autograd's hooks do not see the
 layer keeps a second reference to its codes.  Either would keep every layer on the device.  So the
 products of managed weights keep what they need by ``save_for_backward``, and 8-bit layers get their
 codes from the parameter.  Layers also convert their biases for good; managed ones are converted for
-each forward instead.
+each forward instead.  ``to`` returns another parameter even if nothing changes; managed ones stay.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def prepare(model: nn.Module, device: torch.device, is_managed: IsManaged) -> No
     if found:
         _keep_codes_by_autograd()
         _convert_biases_per_forward(is_managed)
+        _keep_parameters(is_managed)
     for module in found:
         if _is_four_bit(module):
             # It would replace the codes by those in another order, for AVX-512 with bf16.
@@ -128,6 +129,25 @@ def _with_own_bias(forward: Callable[..., Any], is_managed: IsManaged) -> Callab
             self.__dict__.pop("bias", None)
 
     return run
+
+
+@functools.cache
+def _keep_parameters(is_managed: IsManaged) -> None:
+    """Let ``to`` return a managed weight itself if it is there, as for other tensors: DoRA of peft
+    assigns the result to the layer."""
+    theirs: Any = importlib.import_module(f"{_NAME}.nn")
+    for kind in (theirs.Params4bit, theirs.Int8Params):
+        kind.to = _unless_there(kind.to, is_managed)
+
+
+def _unless_there(to: Callable[..., Any], is_managed: IsManaged) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_managed(self) and not kwargs and args == (self.device,):
+            return self
+        return to(self, *args, **kwargs)
+
+    return moved
 
 
 @functools.cache

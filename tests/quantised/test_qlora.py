@@ -34,15 +34,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return folders.made(tmp_path_factory.mktemp("nf4"), LLAMA, "nf4")
 
 
-def build(folder: Path, kind: str | None, *, checkpoints: bool) -> Any:
+def build(folder: Path, kind: str | None, *, checkpoints: bool, **lora: Any) -> Any:
     more = {} if kind is None else {"quantization_config": KINDS[kind]}
     base: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map="cpu", **more
     )
     base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=checkpoints)
     torch.manual_seed(3)
-    adapted = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
-    return get_peft_model(base, adapted).train()
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], **lora}
+    return get_peft_model(base, LoraConfig(init_lora_weights="gaussian", **options)).train()
 
 
 def trained(model: Any) -> list[torch.nn.Parameter]:
@@ -66,6 +66,25 @@ def test_losses_are_those_in_memory(
         assert device.peak_bytes <= device.budget_bytes
         model.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("place", [{"device": "cpu", "host_memory": "64MiB"}, TIGHT])
+def test_dora_over_four_bits(pair: Folders, place: dict[str, Any]) -> None:
+    """peft dequantises the weight in forward, and assigns it to the layer again."""
+    plain = build(pair.plain, "4 bits", checkpoints=False, use_dora=True)
+    expected = steps(plain, plainly(overspill.optim.AdamW, trained(plain), lr=1e-2), 0, 3)
+    model = build(pair.plain, "4 bits", checkpoints=False, use_dora=True)
+    weight = model.get_parameter(
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    )
+    inner = torch.optim.AdamW(trained(model), lr=1e-2)
+    with overspill.wrap(model, inner, **place) as optimizer:
+        assert steps(model, optimizer, 0, 3) == expected
+        assert any(p is weight for p in model.parameters())
+        overspill.unwrap(model)
+    with torch.no_grad():
+        batch = torch.arange(16).view(1, 16)
+        assert torch.equal(model(input_ids=batch).logits, plain(input_ids=batch).logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
