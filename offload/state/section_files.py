@@ -6,14 +6,13 @@ import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..io_engine.ranges import FileState
 from ..planning.sections import Section, Sections, section_name
 from .adapters import names_in_base
-from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles
+from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles, read_runs
 
 
 class SectionFiles:
@@ -64,7 +63,7 @@ class SectionFiles:
         if name not in self._sections:
             return self._files.read(name)
         if (found := self.find(name)) is not None:
-            return _read(found, self.shape(name) or ())
+            return read_runs(found, self.shape(name) or ())
         stack, section = self._sections[name]
         if self._last is None or self._last[0] != stack:
             self._last = None  # free it before reading another one
@@ -115,20 +114,3 @@ def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:
         if low < high:
             yield FileRun(run.path, run.offset + low - at, high - low)
         at += run.nbytes
-
-
-def _read(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
-    """Read a tensor from its runs.
-
-    Raises:
-        ValueError: a file has become shorter.
-    """
-    whole = np.empty(math.prod(shape) * found.dtype.itemsize, np.uint8)
-    at = 0
-    for run in found.runs:
-        data = np.fromfile(run.path, np.uint8, run.nbytes, offset=run.offset)
-        if data.size != run.nbytes:
-            raise ValueError(f"weights: {run.path} has become shorter since it was opened")
-        whole[at : at + run.nbytes] = data
-        at += run.nbytes
-    return torch.from_numpy(whole).view(found.dtype).view(shape)

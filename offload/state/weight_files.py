@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -136,7 +138,8 @@ class WeightFiles:
         key = str(file)
         if key not in self._files:
             try:
-                self._files[key] = safe_open(key, framework="pt")
+                # For torch it would map the file as writable, which needs memory for all of it.
+                self._files[key] = safe_open(key, framework="np")
             except (SafetensorError, OSError) as error:
                 raise ValueError(
                     f"weights: {file} cannot be read as safetensors: {error}"
@@ -161,14 +164,11 @@ class WeightFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor."""
-        from safetensors import SafetensorError
-
-        try:
-            tensor = self._open(self._where[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"weights: {self._where[name]}: {name}: {error}") from error
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
+        found = self.find(name)
+        if found is None:
+            kind = self._open(self._where[name]).get_slice(name).get_dtype()
+            raise ValueError(f"weights: {self._where[name]}: {name} is {kind}, unknown to torch")
+        return read_runs(found, self.shape(name) or ())
 
     def find(self, name: str) -> InFiles | None:
         """See ``TensorFiles``."""
@@ -224,6 +224,23 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
             run = FileRun(file, 8 + length + start, stop - start)
             found[name] = DTYPES[entry["dtype"]], run
     return found, state
+
+
+def read_runs(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
+    """Read a tensor from its runs.
+
+    Raises:
+        ValueError: a file has become shorter.
+    """
+    whole = np.empty(math.prod(shape) * found.dtype.itemsize, np.uint8)
+    at = 0
+    for run in found.runs:
+        with run.path.open("rb") as stream:
+            stream.seek(run.offset)
+            if stream.readinto(memoryview(whole[at : at + run.nbytes])) != run.nbytes:
+                raise ValueError(f"weights: {run.path} has become shorter since it was opened")
+        at += run.nbytes
+    return torch.from_numpy(whole).view(found.dtype).view(shape)
 
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
