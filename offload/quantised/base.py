@@ -110,6 +110,7 @@ class QuantisedWeight(NamedTuple):
     Attributes:
         dtype: to which it is dequantised.
         others: further tensors in the files that say how to read it.
+        flat: whether the files tell the order of the elements, but not the shape for certain.
     """
 
     name: str
@@ -117,6 +118,7 @@ class QuantisedWeight(NamedTuple):
     dtype: torch.dtype
     pieces: tuple[WeightPiece, ...]
     others: tuple[str, ...] = ()
+    flat: bool = False
 
 
 def whole(

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from . import awq, bitsandbytes, compressed_tensors, fp4, gptq, modelopt, scaled
+from . import awq, bitsandbytes, compressed_tensors, fp4, gptq, modelopt, quanto, scaled
 from .base import Files, Format, QuantisedPage, QuantisedWeight, UnreadableFormat, require
 from .cast import Cast
 
 FINDERS: Mapping[str, Callable[[Files, Mapping[str, Any]], Iterator[QuantisedWeight]]] = {
     method: module.find
-    for module in (bitsandbytes, gptq, awq, scaled, compressed_tensors, fp4, modelopt)
+    for module in (bitsandbytes, gptq, awq, scaled, compressed_tensors, fp4, modelopt, quanto)
     for method in module.METHODS
 }
 CLASSES: Mapping[str, type[Format]] = {
     each.kind: each
     for each in (
         Cast, bitsandbytes.FourBit, bitsandbytes.Int8, gptq.Gptq, awq.Awq, scaled.Scaled,
-        compressed_tensors.Packed, fp4.Fp4,
+        compressed_tensors.Packed, fp4.Fp4, quanto.QBits,
     )
 }  # fmt: skip
 
@@ -72,6 +72,8 @@ def _by_tensors(files: Files) -> Iterator[QuantisedWeight]:
         return bitsandbytes.find(files, {})
     if any(name.endswith(".weight_packed") for name in names):
         return compressed_tensors.find(files, {})
+    if quanto.is_written_in(names):
+        return quanto.find(files, {})
     if scaled.has_scales(files):
         return scaled.find(files, {})
     return scaled.find_casts(files)

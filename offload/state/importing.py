@@ -18,7 +18,7 @@ from ..planning.partition import Partition
 from ..planning.sections import has_sections
 from ..private import bitsandbytes_private, torch_private
 from .adapters import base_of, names_in_base
-from .hub_names import HubFiles, is_of_transformers, tensors_of
+from .hub_names import HubFiles, base_tensors_of, is_of_transformers, tensors_of
 from .joined_files import FilesOfModel, JoinedFiles
 from .module_states import FoundStates
 from .quantised_files import dequantising
@@ -62,7 +62,7 @@ def _open(path: Path, model: nn.Module | None) -> TensorFiles:
         files = DistributedFolder(path)
     else:
         _refuse_quantised_layers(path, base)
-        own = {} if base is None else tensors_of(base)
+        own = {} if base is None else {**base_tensors_of(base), **tensors_of(base)}
         files = dequantising(WeightFiles(path), own)
         if base is not None and is_of_transformers(base):
             files = HubFiles(base, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,9 @@ def dequantising(
     """Return ``files`` such that quantised weights in them are read as ordinary ones.
 
     Args:
-        own: the model's tensors.  If they include the codes of a weight, the model computes with
-            quantised weights itself, and files are returned as they are.
+        own: the model's tensors, also by their names from before adapters.  If they include the
+            codes of a weight, the model computes with quantised weights itself, and files are
+            returned as they are.
 
     Raises:
         ValueError: weights are in a format that cannot be read, or are incomplete.
@@ -115,7 +117,14 @@ def dequantising(
         raise ValueError(f"weights: {files.path}: {error}") from error
     if any(_is_own(each, own) for each in found.values()):
         return files
+    found = {name: _shaped(each, own.get(name)) for name, each in found.items()}
     return QuantisedFiles(files, found, own) if found else files
+
+
+def _shaped(found: QuantisedWeight, mine: torch.Tensor | None) -> QuantisedWeight:
+    """Return a weight in the model's shape, if the files do not tell its shape."""
+    fits = found.flat and mine is not None and mine.numel() == math.prod(found.shape)
+    return found._replace(shape=tuple(mine.shape)) if fits and mine is not None else found
 
 
 def _is_own(found: QuantisedWeight, own: Mapping[str, torch.Tensor]) -> bool:

@@ -171,6 +171,39 @@ def fp4_cases() -> Iterator[Case]:
         yield case(title, writers.modelopt_nvfp4, rows=rows, columns=columns)
 
 
+def quanto_cases() -> Iterator[Case]:
+    write, few = writers.quanto_bytes, writers.quanto_bits
+    for kind in (torch.int8, E4M3, E5M2):
+        for dtype in FLOATS:
+            title = f"quanto-{named(kind)}-{named(dtype)}"
+            yield case(title, write, weight=matrix(7, 45, dtype=dtype), kind=kind)
+        for shape in ((1, 33), (9, 1), (5, 3, 3, 2)):
+            title = f"quanto-{named(kind)}-{'x'.join(map(str, shape))}"
+            yield case(title, write, weight=matrix(*shape, dtype=BF16), kind=kind)
+        columns = {"weight": matrix(6, 6, dtype=BF16), "axis": -1}
+        yield case(f"quanto-{named(kind)}-scales-of-columns", write, kind=kind, **columns)
+    for bits in (4, 2):
+        for group, shape in ((128, (6, 256)), (96, (7, 96)), (64, (5, 192)), (32, (3, 160))):
+            for dtype in FLOATS:
+                for zero_points in (False, True):
+                    end = "-zero-points" * zero_points
+                    title = f"quanto-{bits}-bits-groups-of-{group}-{named(dtype)}{end}"
+                    options = {"group": group, "bias": True, "zero_points": zero_points}
+                    weight = matrix(*shape, dtype=dtype, seed=bits)
+                    yield case(title, few, weight=weight, bits=bits, **options)
+        for shape in ((5, 45), (64, 64), (9, 129), (1, 33), (5, 3, 3, 2), (11, 1)):
+            title = f"quanto-{bits}-bits-{'x'.join(map(str, shape))}"
+            yield case(title, few, weight=matrix(*shape, dtype=BF16), bits=bits)
+        config = {"quant_method": "quanto", "weights_dtype": f"int{bits}"}
+        two = {"weight": matrix(2, 20), "bits": bits, "config": config}
+        yield case(f"quanto-{bits}-bits-two-rows", few, **two)
+    yield case("quanto-4-bits-two-rows-by-bytes", few, weight=matrix(2, 20), bits=4)
+    config = {"quant_method": "quanto", "weights": "int8"}
+    yield case("quanto-config", write, weight=matrix(6, 10), kind=torch.int8, config=config)
+    large = matrix(4100, 2048, dtype=BF16)  # planes of several temporaries
+    yield case("quanto-4-bits-large", few, weight=large, bits=4, group=128, bias=True)
+
+
 def compressed(
     title: str, form: str, *shape: int, dtype: torch.dtype = BF16, **arguments: Any
 ) -> Case:
@@ -227,5 +260,5 @@ def compressed_cases() -> Iterator[Case]:
 
 TABLE = (
     *bitsandbytes_cases(), *gptq_and_awq_cases(), *fp8_cases(), *fp8_row_and_tensor_cases(),
-    *fp4_cases(), *packed_cases(), *compressed_cases(),
+    *fp4_cases(), *packed_cases(), *compressed_cases(), *quanto_cases(),
 )  # fmt: skip

@@ -21,6 +21,8 @@ from transformers import (
 from overspill.state.quantised_files import dequantising
 from overspill.state.weight_files import WeightFiles
 
+from . import writers
+
 LLAMA = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False,
@@ -62,8 +64,10 @@ def _made(root: Path, config: Any, how: str) -> Folders:
     file = "model.safetensors"
     save_file(dict(_quantised(tensors, quantise)), folders.quantised / file, {"format": "pt"})
     path = folders.quantised / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": described}))
-    files = dequantising(WeightFiles(folders.quantised), {})
+    if described is not None:
+        with_method = {**json.loads(path.read_text()), "quantization_config": described}
+        path.write_text(json.dumps(with_method))
+    files = dequantising(WeightFiles(folders.quantised), tensors)
     values = {name: files.read(name).to(torch.bfloat16) for name in files.names}
     save_file(values, folders.plain / file, {"format": "pt"})
     return folders
@@ -117,10 +121,25 @@ def mxfp4(name: str, value: torch.Tensor) -> Tensors:
     }
 
 
-HOW: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
+def qint8(name: str, value: torch.Tensor) -> Tensors:
+    """Quanto with 8 bits, as its files are without a configuration."""
+    codes, scales = writers.quanto_codes(value, torch.int8)
+    return {f"{name}._data": codes, f"{name}._scale": scales}
+
+
+def qint4(name: str, value: torch.Tensor) -> Tensors:
+    """Quanto with 4 bits, in groups of 128."""
+    found, _ = writers.quanto_bits_tensors(value, 4, 128)
+    module = name.removesuffix("weight")
+    return {module + key: each for key, each in (found | writers.quanto_activations(value)).items()}
+
+
+HOW: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any] | None]] = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
+    "qint8": (qint8, None),
+    "qint4": (qint4, {"quant_method": "quanto", "weights": "int4"}),
 }
 
 

@@ -83,7 +83,8 @@ def bytes_of(runs: Iterable[FileRun]) -> torch.Tensor:
 
 
 def test_read(folder: Folder) -> None:
-    assert sorted(folder.files.names) == sorted([*folder.weights, PLAIN])
+    others = [PLAIN, *(name for name in folder.files.names if name.endswith(".bias"))]
+    assert sorted(folder.files.names) == sorted([*folder.weights, *others])
     assert folder.files.find_quantised(PLAIN) is None
     for name, wanted in folder.weights.items():
         assert folder.files.shape(name) == tuple(wanted.shape)
@@ -191,6 +192,10 @@ ASYMMETRIC = packed(9, 96, num_bits=4, symmetric=False, **GROUP)
 INT = packed(6, 64, form="int-quantized", num_bits=8, **CHANNEL)
 FP4_GROUPS = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
 CT_NVFP4 = packed(6, 64, form="nvfp4-pack-quantized", **REAL4, **FP4_GROUPS)
+QUANTO = partial(writers.quanto_bytes, weight=matrix(6, 10), kind=torch.int8)
+QUANTO4 = partial(writers.quanto_bits, weight=matrix(6, 256), bits=4, group=128, bias=True)
+QUANTO2 = partial(writers.quanto_bits, weight=matrix(2, 20), bits=2)
+DATA, FEW = "weight._data", "weight._data._data"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 EXPERTS, RAW = "gate_up_proj", partial(writers.cast_only, codes=CODES)
 
@@ -208,7 +213,7 @@ def state_with(**changed: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 REFUSALS: dict[str, Refusal] = {
     **{
         f"method-{name}": Refusal(GPTQ, name, config={"quant_method": name})
-        for name in ("hqq", "torchao", "aqlm", "quanto", "vptq", "gguf")
+        for name in ("hqq", "torchao", "aqlm", "vptq", "gguf")
     },
     "gptq-5-bits": Refusal(GPTQ, "5 bits", config={"bits": 5}),
     "gptq-without-bits": Refusal(GPTQ, "None bits", config={"bits": None}),
@@ -280,6 +285,22 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "int-quantized-scale-missing": Refusal(INT, "weight_scale", ("weight_scale",)),
     "int-quantized-scales-shorter": Refusal(INT, NAME, put={"weight_scale": shorter}),
+    "quanto-scale-missing": Refusal(QUANTO, r"_scale is missing", ("weight._scale",)),
+    "quanto-scales-shorter": Refusal(QUANTO, NAME, put={"weight._scale": shorter}),
+    "quanto-scales-1d": Refusal(QUANTO, NAME, put={"weight._scale": torch.flatten}),
+    "quanto-scales-of-int32": Refusal(QUANTO, "int32", put={"weight._scale": torch.Tensor.int}),
+    "quanto-codes-of-uint8": Refusal(QUANTO, "uint8", put={DATA: torch.Tensor.byte}),
+    "quanto-4-bits-scale-missing": Refusal(QUANTO4, r"_scale is missing", ("weight._scale",)),
+    "quanto-4-bits-shift-missing": Refusal(QUANTO4, r"_shift is missing", ("weight._shift",)),
+    "quanto-4-bits-scales-shorter": Refusal(QUANTO4, NAME, put={"weight._scale": shorter}),
+    "quanto-4-bits-shifts-of-fp16": Refusal(
+        QUANTO4, "float16", put={"weight._shift": torch.Tensor.half}
+    ),
+    "quanto-4-bits-codes-shorter": Refusal(QUANTO4, "2 or 4 bits", put={FEW: shorter}),
+    "quanto-4-bits-other-bias": Refusal(QUANTO4, "bias", put={"bias": shorter}),
+    "quanto-weights-int3": Refusal(
+        QUANTO, "int3", config={"quant_method": "quanto", "weights": "int3"}
+    ),
     "nvfp4-scale-missing": Refusal(CT_NVFP4, "weight_scale", ("weight_scale",)),
     "nvfp4-codes-shorter": Refusal(CT_NVFP4, PREFIX, put={"weight_packed": shorter}),
 }
@@ -329,6 +350,14 @@ INCOMPLETE: dict[str, tuple[str, Refusal]] = {
     "packed-shape-missing": (
         "the number of columns is not known",
         Refusal(PACK, "weight_shape", ("weight_shape",)),
+    ),
+    "quanto-packed-for-a-kernel": (
+        "AWQ's and Marlin's kernels have codes of 16 and 32 bits",
+        Refusal(QUANTO4, "int32", put={FEW: torch.Tensor.int}),
+    ),
+    "quanto-two-rows": (
+        "bytes of two rows can be of 2 bits, or of 4 bits with a row of zeros",
+        Refusal(QUANTO2, "2 or 4 bits"),
     ),
     "bitsandbytes-block-0": (
         "blocks have elements",

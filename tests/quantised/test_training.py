@@ -22,13 +22,14 @@ from tests.quantised import folders
 from tests.quantised.folders import EXPERTS, GPT_OSS, LLAMA, Folders, empty
 
 RATES = overspill.Rates()
-TIGHT = {"fp8": "600KiB", "nf4": "500KiB", "mxfp4": "450KiB"}  # about two layers of each
+# About two layers of each.
+TIGHT = {"fp8": "600KiB", "nf4": "500KiB", "qint4": "500KiB", "mxfp4": "450KiB"}
 PLACES: dict[str, dict[str, Any]] = {
     "tight": {"device": SIM, "host_memory": "8600KiB"},
     "ample": {"device": SIM, "device_memory": "64MiB", "host_memory": "64MiB"},
     "host": {"device": CPU, "host_memory": "64MiB"},
 }
-MODELS = {"fp8": LLAMA, "nf4": LLAMA}
+MODELS = {"fp8": LLAMA, "nf4": LLAMA, "qint4": LLAMA}
 if CPU == "cpu":
     MODELS["mxfp4"] = GPT_OSS  # the test device cannot count tokens by expert
 TARGETS = ["q_proj", "v_proj"]
@@ -257,7 +258,7 @@ def test_every_weight_can_be_trained(pairs: dict[str, Folders], place: str) -> N
 
 
 @about_cpu
-@pytest.mark.parametrize("how", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("how", ["fp8", "mxfp4", "qint8"])
 def test_experts_are_read_in_sections(how: str, pairs: dict[str, Folders], tmp_path: Path) -> None:
     pair = pairs[how] if how == "mxfp4" else folders.made(tmp_path, EXPERTS, how)
     results = []

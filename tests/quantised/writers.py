@@ -325,6 +325,97 @@ def modelopt_nvfp4(folder: Path, rows: int, columns: int) -> Weights:
     return {NAME: (nvfp4_numbers(packed) * each).to(torch.bfloat16)}
 
 
+# -- Quanto ---------------------------------------------------------------------------------------
+
+
+def quanto_bytes(
+    folder: Path, weight: torch.Tensor, kind: torch.dtype, *, axis: int = 0, config: Any = None
+) -> Weights:
+    """Write a weight of qint8 or qfloat8, and dequantise it by the definition of the format.
+
+    The result is the same as that of ``WeightQBytesTensor`` of optimum-quanto 0.2.7.
+
+    Args:
+        axis: the dimension with a scale for each index; -1: the last one.
+    """
+    codes, scales = quanto_codes(weight, kind, axis)
+    tensors = {"weight._data": codes, "weight._scale": scales, **quanto_activations(weight)}
+    write(folder, prefixed(tensors), config)
+    return {NAME: scales * codes.to(weight.dtype)}
+
+
+def quanto_codes(
+    weight: torch.Tensor, kind: torch.dtype, axis: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 8-bit codes and scales; a dimension of one index has a scale without dimensions."""
+    others = [d for d in range(weight.dim()) if d != axis % weight.dim()]
+    most = weight.abs().amax(others, keepdim=True) if weight.shape[axis] > 1 else weight.abs().max()
+    limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+    scales = most / limits.max
+    values = weight / scales
+    rounded = values if kind.is_floating_point else values.round()
+    return rounded.clamp(limits.min, limits.max).to(kind), scales
+
+
+def quanto_activations(weight: torch.Tensor) -> Weights:
+    """Return the scales of a module's activations, which are 1 unless it was calibrated."""
+    return {f"{name}_scale": torch.ones((), dtype=weight.dtype) for name in ("input", "output")}
+
+
+def quanto_bits(
+    folder: Path, weight: torch.Tensor, bits: int, *, group: int | None = None, bias: bool = False,
+    zero_points: bool = False, config: Any = None,
+) -> Weights:  # fmt: skip
+    """Write a weight of qint4 or qint2, and dequantise it by the definition of the format.
+
+    The result is the same as that of ``WeightQBitsTensor`` of optimum-quanto 0.2.7.
+
+    Args:
+        group: elements that share a scale; ``None``: a row.
+        bias: whether the module has a bias, whose shape tells that of a weight in groups.
+        zero_points: whether shifts are integers.
+    """
+    tensors, dequantised = quanto_bits_tensors(weight, bits, group, zero_points)
+    if bias:
+        tensors["bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype)
+    write(folder, prefixed({**tensors, **quanto_activations(weight)}), config)
+    return {NAME: dequantised}
+
+
+def quanto_bits_tensors(
+    weight: torch.Tensor, bits: int, group: int | None, zero_points: bool = False
+) -> tuple[Weights, torch.Tensor]:
+    """Return the tensors of a weight of few bits, and the weight dequantised from them."""
+    values, most = weight if group is None else weight.reshape(-1, group), (1 << bits) - 1
+    across = list(range(1, values.dim())) if len(values) > 1 else [0]
+    low, high = values.amin(across, keepdim=True), values.amax(across, keepdim=True)
+    scales, shifts = (high - low) / most, -low
+    if zero_points:
+        shifts = (shifts / scales).round().clamp(0, most).to(torch.uint8)
+        codes = (values / scales).round() + shifts
+    else:
+        codes = ((values + shifts) / scales).nan_to_num(0.0).round()
+    codes = codes.clamp(0, most).to(torch.uint8)
+    tensors = {"_data._data": quanto_pack(codes, bits), "_scale": scales, "_shift": shifts}
+    if zero_points:
+        made = scales * (codes.to(torch.int8) - shifts.to(torch.int8))
+    else:
+        made = scales * codes - shifts
+    stored = {f"weight.{name}": each for name, each in tensors.items()}
+    return stored, made.reshape(weight.shape)
+
+
+def quanto_pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack along the first dimension: a byte has codes of rows that are far apart."""
+    planes = 8 // bits
+    high = -(-len(codes) // planes)
+    padded = np.zeros((planes * high, *codes.shape[1:]), dtype=np.uint8)
+    padded[: len(codes)] = codes.numpy()
+    shifts = bits * np.arange(planes).reshape(planes, *[1] * codes.dim())
+    spread = padded.reshape(planes, high, *codes.shape[1:]) << shifts
+    return torch.from_numpy(spread.sum(axis=0).astype(np.uint8))
+
+
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
