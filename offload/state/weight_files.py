@@ -237,7 +237,7 @@ def read_runs(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
     for run in found.runs:
         with run.path.open("rb") as stream:
             stream.seek(run.offset)
-            if stream.readinto(memoryview(whole[at : at + run.nbytes])) != run.nbytes:
+            if stream.readinto(whole[at : at + run.nbytes].data) != run.nbytes:
                 raise ValueError(f"weights: {run.path} has become shorter since it was opened")
         at += run.nbytes
     return torch.from_numpy(whole).view(found.dtype).view(shape)
