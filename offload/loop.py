@@ -233,6 +233,7 @@ class Loop:
                 self._executor.health.require_commits()
                 self._commits.commit()
             self._onloaded_units.let_go()
+            self._resident_guard.hide_all()  # shown still if only a part of the model has run
             self._direct.quiesce()
         self._trace.compute_pause()
         sleeping.sleep(host=host)

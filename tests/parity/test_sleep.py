@@ -298,3 +298,21 @@ def test_a_hundred_cycles(tmp_path: Path) -> None:
     assert max(asleep[50:]) <= max(asleep[:50]) + 8 * MIB, asleep
     assert len(set(files[1:])) == 1
     optimizer.close()
+
+
+@pytest.mark.parametrize("place", WHERE)
+def test_sleep_after_a_part_of_the_model_has_run(place: str, tmp_path: Path) -> None:
+    """As ``generate`` of a peft model does: no forward of the whole model hides its weights."""
+    found = []
+    for sleeps in (False, True):
+        (folder := tmp_path / str(sleeps)).mkdir()
+        models = nets()
+        made = wrapped(models, two(models, plain=False), nvme=folder, **WHERE[place])
+        with torch.no_grad():
+            models["a"].last(normal(0, 2, WIDTH))
+        if sleeps:
+            made[0].sleep()
+            made[0].wake()
+        found.append(steps(models, made, lambda _: None))
+        overspill.unwrap(models)
+    assert all(map(torch.equal, *found))
