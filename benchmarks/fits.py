@@ -6,16 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from overspill.errors import format_bytes
 from overspill.facts.machine import Machine
 from overspill.facts.tier import Tier
 from overspill.planning.plan import Plan
-from overspill.train.choices import Recipe, least_budget, model_for, recipes
+from overspill.train.choices import LORA_RANK, Recipe, least_budget, model_for, recipes
 from overspill.train.gains import planner
+from overspill.train.shapes import find_model
 
 from .conclusions import put
+from .hollow import METHODS, write
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/fits.md"
@@ -38,6 +41,18 @@ def machines() -> list[Machine]:
     return [Machine.from_file(ROOT / f"examples/machines/{name}.toml") for name in MACHINES]
 
 
+def ways(model: str, folder: Path) -> Iterator[Recipe]:
+    """Ways to train, also over files that are quantised, which are written to ``folder``."""
+    yield from recipes()
+    for method in METHODS:
+        files = folder / f"{model}-{method}"
+        files.mkdir(parents=True)
+        config: Any = find_model(model).config
+        write(files, config, method)
+        lora = f"LoRA, rank {LORA_RANK}, base in {method} files"
+        yield Recipe(lora, {"weights": str(files)}, LORA_RANK)
+
+
 def row(model: str, recipe: Recipe) -> str:
     """One line of the table."""
     make = planner(model_for(model, recipe.lora_rank), {**OPTIONS, **recipe.options})
@@ -46,7 +61,9 @@ def row(model: str, recipe: Recipe) -> str:
     no_disk = {"nvme": None, "nvme_memory": "auto"}
     card = least_budget(make, desktop, TOKENS, Tier.DEVICE, AMPLE)
     host = least_budget(make, desktop, TOKENS, Tier.HOST, CARD)
-    whole = least_budget(make, diskless, TOKENS, Tier.HOST, {**CARD, **no_disk})
+    whole = None  # of a base in files, which are on a disk
+    if "weights" not in recipe.options:
+        whole = least_budget(make, diskless, TOKENS, Tier.HOST, {**CARD, **no_disk})
     cells = [model, recipe.name, _budget(card, Tier.DEVICE), _budget(host, Tier.HOST)]
     cells.append("-" if host is None else format_bytes(host.tier_bytes.get(Tier.NVME, 0)))
     cells.append(_budget(whole, Tier.HOST))
@@ -68,9 +85,10 @@ def _time(plan: Plan) -> str:
 
 def rows() -> Iterator[str]:
     """All lines, models from small to large."""
-    for model in MODELS:
-        for recipe in recipes():
-            yield row(model, recipe)
+    with TemporaryDirectory() as folder:
+        for model in MODELS:
+            for recipe in ways(model, Path(folder)):
+                yield row(model, recipe)
 
 
 def main(_words: list[str]) -> int:
