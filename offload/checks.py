@@ -72,12 +72,26 @@ def check_modules(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise ModelError(f"{kind} is not supported: overspill trains on one device")
+    _check_adapted(model)
     for name, wrapper in peft_private.wrappers(model):
         found = peft_private.adapted(wrapper)
         if not isinstance(found, Sections) and found.requires_grad:
             raise ModelError(
                 f"module {name!r}: peft's target_parameters adapts {wrapper.parameter_name!r}, "
                 "which is trained itself; freeze it, or leave it out"
+            )
+
+
+def _check_adapted(model: nn.Module) -> None:
+    """Check that adapters are not missing from stacks of experts that were split before."""
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        targets = getattr(config, "target_parameters", None) or ()
+        found = peft_private.missed(model, targets, Sections)
+        if found is not None and not any(True for _ in peft_private.wrappers(model)):
+            raise ModelError(
+                f"{found} was split into sections before the adapters were added, and peft has not "
+                "found it; call get_peft_model before split_experts"
             )
 
 

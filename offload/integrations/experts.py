@@ -87,7 +87,7 @@ def split_experts(
     chosen = {name: _arithmetic_of(name, module, arithmetic) for name, module in found.items()}
     _require_same_bits(found, chosen)
     foresight = Foresight([module.num_experts for module in found.values()])
-    peft_private.prepare(managed)  # adapters of single parameters: they add to sections from now on
+    peft_private.prepare(managed, Sections)
     for number, (name, module) in enumerate(found.items()):
         order = tuple(each for each, _ in module.named_parameters(recurse=False))
         own = copy.copy(module.config)  # that of the model may be others' too
@@ -168,6 +168,8 @@ def _require_splittable(model: nn.Module, found: dict[str, Any]) -> None:
     for path, wrapper in peft_private.wrappers(model):
         if wrapper.get_base_layer() in found.values() and wrapper.merged:
             raise ValueError(f"split_experts: the adapter {path} is merged; unmerge it first")
+        if wrapper.get_base_layer() in found.values() and wrapper.num_experts == 1:
+            raise ValueError(f"split_experts: {path} adapts a stack of one expert; leave it whole")
     for path, module in found.items():
         if not {"original_module", "modules_to_save"}.isdisjoint(path.split(".")):
             raise ValueError(

@@ -34,7 +34,8 @@ def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
     ``leave_out``: attributes that the copy does not have.
     """
     state = module_private.without_hooks(module)
-    for name in (KEY, *leave_out):
+    transient = getattr(type(module), "transient", ())  # see ``Sections``
+    for name in (KEY, *transient, *leave_out):
         state.pop(name, None)
     if spawning():
         state |= module_private.with_buffers(module, _Copied)

@@ -20,6 +20,7 @@ from ..schedule.visits import SLOTS as VISIT_SLOTS
 from .partition import Partition
 from .placement import STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
+from .sections import is_section
 
 UNKNOWN_SHARE = 0.25  # of the room to spare, for activations of unknown size
 KNOWN_SHARE = 0.5  # of the room to spare, at most, for activations of known size that can leave
@@ -412,6 +413,8 @@ def _in_sections(unit: Unit) -> str:
     """Return a further remedy for a unit that is too large, if it has stacks of matrices."""
     if not any(len(spec.shape) == 3 for _, spec in unit.params):
         return ""
+    if any(is_section(spec.name) for _, spec in unit.params):
+        return ", or give split_experts a smaller section"
     return ", or cut its experts into sections (overspill.integrations.experts.split_experts)"
 
 

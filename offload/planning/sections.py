@@ -93,8 +93,10 @@ class Sections(nn.ModuleList):
 
     Attributes:
         announce: called with the experts that are used; see ``Announce``.
+        transient: attributes that copies do not have: they belong to an engine or to a forward.
     """
 
+    transient = ("announce", "_added")
     announce: Announce | None = None
     _added: Mapping[int, LowRank] = {}  # by first expert of a section
 
@@ -117,6 +119,10 @@ class Sections(nn.ModuleList):
             sections.append(Section(part, first, rows_per_token * share, product))
         super().__init__(sections)
         self.register_state_dict_post_hook(_join_in)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the transient ones."""
+        return {name: value for name, value in vars(self).items() if name not in self.transient}
 
     def __iter__(self) -> Iterator[Section]:  # type: ignore[override]
         return super().__iter__()  # type: ignore[return-value]
@@ -187,6 +193,11 @@ def has_sections(model: nn.Module) -> bool:
 def section_name(stack: str, number: int) -> str:
     """Return the name of the parameter of a section, for a stack of that name."""
     return f"{stack}.{number}.{_NAME}"
+
+
+def is_section(name: str) -> bool:
+    """Return whether a parameter of that name is a section."""
+    return _SECTION.fullmatch(name) is not None
 
 
 def joined(values: Mapping[str, T], join: Callable[[str, Sequence[T]], T]) -> dict[str, T]:

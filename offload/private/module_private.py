@@ -173,12 +173,16 @@ def without_hooks(module: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
+_OF_SECTIONS = f"{_OWN_PACKAGE}.planning.sections"  # its hooks belong to the model
+
+
 def _of_others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """Return the hooks that are not this package's."""
+    """Return the hooks that are not the engine's."""
     return OrderedDict(
         (number, hook)
         for number, hook in hooks.items()
-        if _package_of(getattr(hook, "hook", hook)) != _OWN_PACKAGE
+        if _package_of(function := getattr(hook, "hook", hook)) != _OWN_PACKAGE
+        or function.__module__ == _OF_SECTIONS
     )
 
 

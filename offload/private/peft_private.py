@@ -15,8 +15,9 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ from torch import nn
 from ..errors import ModelError
 from .module_private import own_parameters
 
-_LAYERS = "peft.tuners.lora.layer"
+_LAYERS, _TUNERS = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"
 Activate = Callable[[Any, list[str]], contextlib.AbstractContextManager[None]]
 
 
@@ -42,38 +43,91 @@ def adapted(wrapper: Any) -> Any:
     return getattr(layer, wrapper.parameter_name, None) if found is None else found
 
 
-def prepare(is_managed: Callable[[Any], object]) -> None:
-    """Let adapters leave parameters in place for which ``is_managed`` holds."""
+def keep_merged(model: nn.Module) -> Callable[[], None]:
+    """Return a function that makes layers forget the adapters that were merged into them since."""
+    lists = [vars(module).get("merged_adapters") for module in model.modules()]
+    found = [(names, list(names)) for names in lists if isinstance(names, list)]
+
+    def restore() -> None:
+        for names, before in found:
+            names[:] = before
+
+    return restore
+
+
+def missed(model: nn.Module, targets: Iterable[str], split: Any) -> str | None:
+    """Return the name of a stack in sections (modules of class ``split``) that adapters are meant
+    for, by peft's rules; ``None`` if there is none.  peft finds parameters alone."""
+    for name, module in model.named_modules():
+        before: str = name.replace(".base_layer", "")
+        if isinstance(module, split) and any(f".{before}".endswith(f".{t}") for t in targets):
+            return before
+    return None
+
+
+def prepare(is_managed: Callable[[Any], object], split: Any) -> None:
+    """Let adapters leave parameters in place for which ``is_managed`` holds, and add to stacks that
+    are in sections: modules of class ``split``."""
     if _LAYERS in sys.modules:
-        _keep_parameters(is_managed)
+        _keep_parameters(is_managed, split)
+        _refuse_for_sections(split)
 
 
 @functools.cache
-def _keep_parameters(is_managed: Callable[[Any], object]) -> None:
+def _keep_parameters(is_managed: Callable[[Any], object], split: Any) -> None:
     kind: Any = importlib.import_module(_LAYERS).ParamWrapper
     original: Activate = kind._activate_lora
 
     def activate(self: Any, adapters: list[str]) -> contextlib.AbstractContextManager[None]:
         found = adapted(self)
-        if isinstance(found, nn.Module):
+        if isinstance(found, split):
             return _InSections(self, found, adapters)
         if is_managed(found):
             return _Beside(self, adapters, original)
         return original(self, adapters)
 
     kind._activate_lora = activate
-    kind.merge, kind.unmerge = _unless_in_sections(kind.merge), _unless_in_sections(kind.unmerge)
 
 
-def _unless_in_sections(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(adapted(self), nn.Module):
+@functools.cache
+def _refuse_for_sections(split: Any) -> None:
+    """Refuse, before anything is changed, what peft does to whole stacks only."""
+    tuner: Any = importlib.import_module(_TUNERS).BaseTuner
+    for name in ("merge_adapter", "_unload_and_optionally_merge"):
+        setattr(tuner, name, _unless_in_sections(getattr(tuner, name), split))
+    inject = tuner.inject_adapter
+
+    @functools.wraps(inject)
+    def checked(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        targets = getattr(self.peft_config[adapter_name], "target_parameters", None) or ()
+        if (name := missed(model, targets, split)) is not None:
             raise ModelError(
-                f"an adapter cannot be merged into {self.parameter_name!r}, which is in sections; "
-                "call overspill.unwrap(model) and join_experts(model) first"
+                f"{name} is in sections, where peft does not find it; add adapters before "
+                "split_experts, or call join_experts(model) first"
             )
-        method(self, *args, **kwargs)
+        return inject(self, model, adapter_name, *args, **kwargs)
+
+    tuner.inject_adapter = checked
+
+
+def _unless_in_sections(method: Callable[..., Any], split: Any) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments.get("merge", True):
+            for _, wrapper in wrappers(self.model):
+                merged = bound.arguments["adapter_names"] or wrapper.active_adapters
+                if isinstance(adapted(wrapper), split) and not wrapper.lora_A.keys().isdisjoint(
+                    merged
+                ):
+                    raise ModelError(
+                        f"an adapter cannot be merged into {wrapper.parameter_name!r}, which is in "
+                        "sections; call overspill.unwrap(model) and join_experts(model) first"
+                    )
+        return method(self, *args, **kwargs)
 
     return checked
 

@@ -14,6 +14,7 @@ from ..errors import WeightError, clean_up
 from ..movement.runtime import Runtime
 from ..params.onloaded_units import OnloadedUnits
 from ..params.resident_param_guard import ResidentParamGuard
+from ..private import peft_private
 from .param_access import ParamAccess
 
 log = logging.getLogger("overspill")
@@ -85,11 +86,14 @@ class Materializing:
             self._onloaded_units.take_back(self._weights, self._units)
         self._block, self._onloaded_units.returning = None, None
 
-    def abandon(self, block: object) -> None:
-        """Leave the end of an interrupted ``block`` to the next use; edits are dropped."""
-        if self._block is block and self._onloaded_units.returning is None:
+    def abandon(self, block: object) -> bool:
+        """Leave the end of an interrupted ``block`` to the next use; return whether edits are
+        dropped."""
+        dropped = self._block is block and self._onloaded_units.returning is None
+        if dropped:
             log.warning("overspill: materialized was interrupted at its end; edits are dropped")
             self._onloaded_units.returning = self._return
+        return dropped
 
     def write_back(self, found: Mapping[int, torch.Tensor]) -> None:
         """Write the weights that were edited.
@@ -112,6 +116,7 @@ class Materialized(Generic[T]):
     """
 
     _block: object | None = None  # since before it begins; an exception may interrupt any line
+    _unmerge: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
@@ -130,6 +135,7 @@ class Materialized(Generic[T]):
         self._require()
         self._block = object()
         self._materializing.begin(self._block, self._model)
+        self._unmerge = peft_private.keep_merged(self._model)
         return self._given
 
     def __exit__(
@@ -142,7 +148,9 @@ class Materialized(Generic[T]):
         found = self._materializing.end()
         if self._writeback:
             self._materializing.write_back(found)
+        else:
+            self._unmerge()  # as the weights are those from before
 
     def __del__(self) -> None:
-        if self._block is not None:
-            self._materializing.abandon(self._block)
+        if self._block is not None and self._materializing.abandon(self._block):
+            self._unmerge()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..params.param_handle import managed
+from ..planning.sections import Sections
 from ..private import bitsandbytes_private, module_private, peft_private, torch_private
 from ..schedule.units import ParamSpec, Unit
 from .engine_resources import EngineResources
@@ -67,7 +68,7 @@ class OriginalWeights:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
         bitsandbytes_private.prepare(self._model, device, managed)
-        peft_private.prepare(managed)
+        peft_private.prepare(managed, Sections)
         self._restore_configs = forget_quantisation(self._model)
         mine = set(map(id, self._parts.parameters))
         for p in self._model.parameters():

@@ -30,7 +30,7 @@ MODELS: dict[str, Any] = {
         hf.MixtralConfig(**SHAPE, num_local_experts=8, **more)
     ),
     "qwen3": lambda **more: hf.Qwen3MoeForCausalLM(
-        hf.Qwen3MoeConfig(**SHAPE, **WIDTH, num_experts=16, head_dim=16, **more)
+        hf.Qwen3MoeConfig(**{**SHAPE, **WIDTH, "num_experts": 16, "head_dim": 16, **more})
     ),
     "gpt_oss": lambda **more: hf.GptOssForCausalLM(
         hf.GptOssConfig(**SHAPE, num_local_experts=8, head_dim=16,
@@ -47,9 +47,9 @@ SECTION = 2 * 2 * 128 * 64 * 4  # two experts of mixtral
 WAYS = ["eager"] if PLACE == "testdev" else ["eager", "grouped_mm"]
 
 
-def build(family: str, way: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(family: str, way: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     torch.manual_seed(0)
-    model = MODELS[family](experts_implementation=way).to(dtype)
+    model = MODELS[family](experts_implementation=way, **more).to(dtype)
     assert model.config._experts_implementation == way
     return model
 
@@ -118,8 +118,12 @@ def test_training_with_less_room_than_one_layer(
     plain.to(DEVICE)
     expected = train(plain, theirs, 20)
     if place == "device":
-        with pytest.raises(overspill.BudgetError, match="split_experts"):
-            overspill.wrap(split, device=SIM, device_memory=layer * 2 // 3, rates=overspill.Rates())
+        short = {"device": SIM, "device_memory": layer * 2 // 3, "rates": overspill.Rates()}
+        with pytest.raises(overspill.BudgetError, match="cut its experts into sections"):
+            overspill.wrap(split, **short)
+        wide = split_experts(build(family, way), layer)
+        with pytest.raises(overspill.BudgetError, match="give split_experts a smaller section"):
+            overspill.wrap(wide, **{**short, "device_memory": layer // 4})
     split_experts(split, SECTION)
     budgets: dict[str, Any] = (
         {"device": SIM, "device_memory": layer * 2 // 3, "host_memory": "64MiB"}

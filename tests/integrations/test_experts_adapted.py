@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +210,80 @@ def test_several_adapters_one_at_a_time() -> None:
     assert run(split, 2) == run(plain, 2)
 
 
-def test_merging_needs_whole_stacks() -> None:
+@pytest.mark.parametrize("way", ["merge_adapter", "merge_and_unload"])
+def test_merging_needs_whole_stacks(way: str) -> None:
+    """Nothing is merged by a call that is refused."""
     plain, split = (adapted(build("mixtral", "eager")) for _ in range(2))
     split_experts(split, SECTION)
     with pytest.raises(overspill.OffloadError, match="join_experts"):
-        split.merge_and_unload()
-    same(join_experts(split).merge_and_unload().state_dict(), plain.merge_and_unload().state_dict())
+        getattr(split, way)()
+    assert run(split, 2) == run(plain, 2)
+    join_experts(split)  # the remedy
+    made = [getattr(model, way)() or model for model in (split, plain)]
+    same(made[0].state_dict(), made[1].state_dict())
+
+
+def test_other_adapters_can_be_merged() -> None:
+    plain, split = (adapted(build("mixtral", "eager")) for _ in range(2))
+    for model in (plain, split):
+        model.add_adapter("beside", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+        begin(model)
+    split_experts(split, SECTION)
+    ids = batch(0).cpu()
+    for step in ("merge", "unmerge"):
+        for model in (plain, split):
+            model.merge_adapter(["beside"]) if step == "merge" else model.unmerge_adapter()
+        with torch.no_grad():
+            assert torch.equal(split(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_what_cannot_be_split() -> None:
     merged = adapted(build("mixtral", "eager"))
     merged.merge_adapter()
     with pytest.raises(ValueError, match="unmerge it first"):
         split_experts(merged)
     merged.unmerge_adapter()  # the remedy
     split_experts(merged)
+    alone = build("qwen3", "eager", num_experts=1, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match="one expert; leave it whole"):
+        split_experts(adapted(alone), 1)
+
+
+def test_adapters_come_before_sections() -> None:
+    """peft does not find stacks in sections, and would leave them out."""
+    split = split_experts(adapted(build("mixtral", "eager")), SECTION)
+    late = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS)
+    with pytest.raises(overspill.OffloadError, match="add adapters before split_experts"):
+        split.add_adapter("late", late)
+    assert list(split.peft_config) == ["default"]
+    join_experts(split)  # the remedy
+    split.add_adapter("late", late)
+    model = split_experts(build("mixtral", "eager"), SECTION)
+    with pytest.raises(overspill.OffloadError, match="add adapters before split_experts"):
+        peft.get_peft_model(model, late)
+
+
+def test_a_model_that_was_split_first_is_not_trained_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if peft was imported after the split, so that it could not be asked to refuse."""
+    model = split_experts(build("mixtral", "eager"), SECTION)
+    tuner: Any = peft.tuners.tuners_utils.BaseTuner
+    monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter.__wrapped__)
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = adapted(model)
+    inner = torch.optim.AdamW(trained(model))
+    with pytest.raises(overspill.OffloadError, match="call get_peft_model before split_experts"):
+        overspill.wrap(model, inner, device="cpu", host_memory="64MiB")
+
+
+def test_a_wrapped_model_is_pickled_in_materialized() -> None:
+    split = split_experts(adapted(build("mixtral", "eager")), SECTION)
+    inner = torch.optim.AdamW(trained(split), lr=1e-2)
+    with overspill.wrap(split, inner, device=SIM, device_memory="4MiB", host_memory="64MiB"):
+        train(split, torch.optim.SGD([torch.zeros(1)]), 1)
+        with overspill.materialized(split) as whole:
+            copies = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+            values = {n: t.clone() for n, t in whole.state_dict().items()}
+    for each in copies:
+        same(each.state_dict(), values)

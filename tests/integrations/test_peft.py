@@ -286,3 +286,26 @@ def test_a_trained_adapter_that_peft_has_left_on_meta_is_not_generated_with(tmp_
         return  # peft gives them memory by now
     with pytest.raises(overspill.OffloadError, match="so they have no values"):
         overspill.wrap(model, weights=tmp_path / "base", device=SIM, rates=overspill.Rates())
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+def test_a_merge_ends_with_the_weights_that_it_changed(writeback: bool) -> None:
+    """``materialized`` drops edits, so that adapters count as not merged afterwards."""
+    model = adapted("lora")
+    ids = torch.arange(34, device=DEVICE).view(2, 17)
+    with overspill.wrap(
+        model, adamw(torch.optim.AdamW, model), **tight(model, "sim"), rates=overspill.Rates()
+    ) as optimizer:
+        train(model, optimizer, 2)
+        model.eval()  # without dropout
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits
+            with overspill.materialized(model, writeback=writeback):
+                model.merge_adapter()
+                merged = model(input_ids=ids).logits
+            found = model(input_ids=ids).logits
+            assert torch.equal(found, merged if writeback else expected)
+            model.unmerge_adapter()
+        layer = next(m for m in model.modules() if hasattr(m, "merged_adapters"))
+        assert not layer.merged
+        assert len(train(model, optimizer, 1)) == 1

@@ -305,6 +305,22 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/private/peft_private.py", "call overspill.unwrap(model) and join_experts(model)"): (
         "tests/integrations/test_experts_adapted.py::test_merging_needs_whole_stacks"
     ),
+    ("offload/planning/planner.py", ", or give split_experts a smaller section"): (
+        "tests/integrations/test_experts.py::test_training_with_less_room_than_one_layer"
+    ),
+    ("offload/private/peft_private.py", "split_experts, or call join_experts(model) first"): (
+        "tests/integrations/test_experts_adapted.py::test_adapters_come_before_sections"
+    ),
+    ("offload/checks.py", "found it; call get_peft_model before split_experts"): (
+        "tests/integrations/test_experts_adapted.py::"
+        "test_a_model_that_was_split_first_is_not_trained_in_part"
+    ),
+    ("offload/integrations/experts.py", "adapts a stack of one expert; leave it whole"): (
+        "tests/integrations/test_experts_adapted.py::test_what_cannot_be_split"
+    ),
+    ("offload/integrations/experts.py", "is merged; unmerge it first"): (
+        "tests/integrations/test_experts_adapted.py::test_what_cannot_be_split"
+    ),
     ("offload/private/peft_private.py", "in sections; activate one adapter at a time"): (
         "tests/integrations/test_experts_adapted.py::test_several_adapters_one_at_a_time"
     ),
