@@ -18,6 +18,8 @@ from torch import nn
 from ..errors import ModelError
 from ..private import torch_private
 
+WeightOf = Callable[[nn.Parameter], Callable[[], torch.Tensor] | None]
+
 log = logging.getLogger("overspill")
 ADDED = "_overspill_added"  # attribute of a model: parameters that files need not have
 _WITHIN = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -86,10 +88,14 @@ def _layers(model: nn.Module) -> Iterator[_Adapter]:
             yield _Adapter(module, name, tuple(dict.fromkeys(parameters)))
 
 
-def begin_adapters(model: nn.Module, *, trains: bool) -> None:
+def begin_adapters(model: nn.Module, weight_of: WeightOf, *, trains: bool) -> None:
     """Initialise adapters on ``meta`` as peft does.
 
-    Supported are the default initialisations of LoRA and IA3, and randomly drawn prompts.
+    Supported are the default initialisations of LoRA, DoRA and IA3, and randomly drawn prompts.
+
+    Args:
+        weight_of: returns a function that reads the weights which a parameter of the base will
+            have, on the CPU; ``None`` if they are not known.
 
     Raises:
         OffloadError: an adapter has another initialisation, or nothing is trained, so that new
@@ -101,7 +107,7 @@ def begin_adapters(model: nn.Module, *, trains: bool) -> None:
     # Modules in ``modules_to_save`` are copies of the base's modules: files have their values.
     own = [each for each in _layers(model) if not hasattr(each.module, "original_module")]
     empty = [each for each in own if any(p.is_meta for p in each.parameters)]
-    begins = {id(each): _begin_of(each, configs) for each in empty}
+    begins = {id(each): _begin_of(each, configs, weight_of) for each in empty}
     inside = set(base_of(model).parameters())
     prompts = [
         module
@@ -137,7 +143,9 @@ def begin_adapters(model: nn.Module, *, trains: bool) -> None:
         )  # fmt: skip
 
 
-def _begin_of(adapter: _Adapter, configs: Mapping[str, Any]) -> Callable[[], None] | None:
+def _begin_of(
+    adapter: _Adapter, configs: Mapping[str, Any], weight_of: WeightOf
+) -> Callable[[], None] | None:
     config, module, name = configs.get(adapter.name), adapter.module, adapter.name
     if config is None or not all(p.is_meta for p in adapter.parameters):
         return None
@@ -145,12 +153,27 @@ def _begin_of(adapter: _Adapter, configs: Mapping[str, Any]) -> Callable[[], Non
     ia3: Any = getattr(module, "reset_ia3_parameters", None)
     how = getattr(config, "init_lora_weights", None)
     kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
-    plain = not getattr(config, "use_dora", False) and not getattr(config, "lora_bias", False)
-    if kind == "LORA" and lora is not None and plain and how in (True, "gaussian"):
-        return lambda: lora(name, how)
+    default = how in (True, "gaussian") and not getattr(config, "lora_bias", False)
+    if kind == "LORA" and lora is not None and default:
+        if not getattr(config, "use_dora", False):
+            return lambda: lora(name, how)
+        base: Any = getattr(getattr(module, "base_layer", None), "weight", None)
+        read = weight_of(base) if isinstance(base, nn.Parameter) and base.dim() == 2 else None
+        if read is not None:
+            return lambda: _begin_dora(module, name, how, read())
     if kind == "IA3" and ia3 is not None and getattr(config, "init_ia3_weights", False) is True:
         return lambda: ia3(name)
     return None
+
+
+def _begin_dora(module: Any, name: str, how: Any, weight: torch.Tensor) -> None:
+    """Initialise DoRA: its magnitudes are the norms of the base's rows."""
+    module.reset_lora_parameters(name, how)
+    magnitudes = module.lora_magnitude_vector[name]
+    update = torch.mm(module.lora_B[name].weight, module.lora_A[name].weight)
+    # peft computes them in the dtype of the base, and converts adapters to fp32 afterwards.
+    norms = magnitudes.get_weight_norm(weight, update.to(weight.dtype), module.scaling[name])
+    magnitudes.weight.copy_(norms)
 
 
 def _is_drawn(config: Any) -> bool:

@@ -39,11 +39,19 @@ def load(
 ) -> None:
     """Load all weights and state, one unit at a time, from the model or from ``weights=`` files."""
     runtime = resources.runtime
-    for each in by_model(model).values():
-        begin_adapters(each, trains=runtime.layout.trains)
     parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_weights(files, model, parts)
+    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+
+    def in_files(p: nn.Parameter) -> Callable[[], torch.Tensor] | None:
+        index = index_of.get(id(p))
+        if files is None or index is None or index not in names:
+            return None
+        return lambda: _read(files, names[index], p.dtype).to(p.dtype)
+
+    for each in by_model(model).values():
+        begin_adapters(each, in_files, trains=runtime.layout.trains)
     managed = frozenset(map(id, parts.parameters))
     if files is not None:
         taken.note()

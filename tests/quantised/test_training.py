@@ -16,7 +16,7 @@ import overspill
 from overspill.durable.export import export_store
 from overspill.engine import engine_of
 from overspill.errors import CorruptionError, OffloadError
-from tests.devices import CPU, DEVICE, SIM, about_cpu
+from tests.devices import CPU, DEVICE, SIM, about_cpu, plainly
 from tests.parity.test_in_place import written
 from tests.quantised import folders
 from tests.quantised.folders import EXPERTS, GPT_OSS, LLAMA, Folders, empty
@@ -90,6 +90,33 @@ def test_lora_losses_are_those_over_the_dequantised_base(
 ) -> None:
     expected = trained(pairs[how].plain, **PLACES["ample"])
     assert trained(pairs[how].quantised, **place_of(how, place)) == expected
+
+
+def test_dora_starts_from_the_weights_in_the_files(pairs: dict[str, Folders]) -> None:
+    """Its magnitudes are norms of the base, which is on meta when peft makes the adapters."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    config = {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True}
+    for each in (pairs["nf4"].quantised, pairs["nf4"].plain):
+        plain = get_peft_model(loaded(pairs["nf4"].plain), LoraConfig(**config))
+        values = {n: t.clone() for n, t in get_peft_model_state_dict(plain).items()}
+        theirs = plainly(overspill.optim.AdamW, trainable(plain), lr=1e-2)
+        expected = steps(plain.to(DEVICE), theirs, 0, 3)
+        with overspill.empty_init():
+            model = get_peft_model(empty(each), LoraConfig(**config))
+        inner = torch.optim.AdamW(trainable(model), lr=1e-2)
+        with overspill.wrap(
+            model, inner, weights=each, device=SIM, device_memory="1MiB", host_memory="64MiB"
+        ) as optimizer:
+            for name, value in get_peft_model_state_dict(model).items():
+                if "magnitude" in name:
+                    assert torch.equal(value.cpu(), values[name].cpu()), name
+            set_peft_model_state_dict(model, values)
+            assert steps(model, optimizer, 0, 3) == expected
+
+
+def trainable(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("how", list(MODELS))
