@@ -91,6 +91,16 @@ def test_an_update_that_fails(
     assert isinstance(error.__cause__, ArithmeticError) and "no such kernel" in str(error)
 
 
+def test_a_failure_at_the_end_of_a_backward_that_updates(tmp_path: Path) -> None:
+    """``zero_grad`` names the failure, not the step that has therefore not ended."""
+    model, optimizer = wrapped(tmp_path, "backward", CPU)
+    model(*batch(0)).backward()
+    optimizer._engine.runtime.executor.health.fail(ArithmeticError("no such kernel"))
+    with pytest.raises(OffloadError, match="no such kernel"):
+        optimizer.zero_grad()
+    optimizer.close()
+
+
 def within(seconds: float, call: Callable[[], None]) -> None:
     """Runs ``call`` in a thread of its own, which must end in time; raises what it raised."""
     raised: list[BaseException] = []
