@@ -119,7 +119,8 @@ def _unless_in_sections(method: Callable[..., Any], split: Any) -> Callable[...,
         bound.apply_defaults()
         if bound.arguments.get("merge", True):
             for _, wrapper in wrappers(self.model):
-                merged = bound.arguments["adapter_names"] or wrapper.active_adapters
+                named = bound.arguments["adapter_names"]
+                merged = wrapper.active_adapters if named is None else named
                 if isinstance(adapted(wrapper), split) and not wrapper.lora_A.keys().isdisjoint(
                     merged
                 ):

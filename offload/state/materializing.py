@@ -146,10 +146,14 @@ class Materialized(Generic[T]):
 
     def _end(self) -> None:
         found = self._materializing.end()
-        if self._writeback:
-            self._materializing.write_back(found)
-        else:
-            self._unmerge()  # as the weights are those from before
+        kept = False
+        try:
+            if self._writeback:
+                self._materializing.write_back(found)
+                kept = True
+        finally:
+            if not kept:  # the weights are those from before
+                self._unmerge()
 
     def __del__(self) -> None:
         if self._block is not None and self._materializing.abandon(self._block):
