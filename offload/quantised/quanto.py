@@ -189,7 +189,8 @@ def _bits(files: Files, name: str, given: int | None) -> QuantisedWeight:
     form = QBits(shape, scales.dtype, bits, rows, grid, shifts.dtype)
     tensors = {"codes": name + _PACKED, "scales": name + _SCALE, "shifts": name + _SHIFT}
     found = whole(files, name, form, tensors)
-    return found._replace(flat=codes.shape[1:] in [(each,) for each in _GROUPS])
+    told = files.shape(_bias_of(name)) is not None
+    return found._replace(flat=not told and codes.shape[1:] in [(each,) for each in _GROUPS])
 
 
 def _misfit(codes: StoredTensor, scales: StoredTensor) -> str:
@@ -202,7 +203,7 @@ def _shape(files: Files, name: str, rows: int, across: tuple[int, ...]) -> tuple
     If rows can be groups, only the model or a bias tells the shape.  Without a bias, the rows are
     assumed to be those of the weight.  Its elements have the same order in all of these shapes.
     """
-    bias = files.shape(f"{name.removesuffix('weight')}bias")
+    bias = files.shape(_bias_of(name))
     if bias is None or bias == (rows,):
         return (rows, *across)
     fits = len(bias) == 1 and len(across) == 1 and across[0] in _GROUPS
@@ -211,6 +212,10 @@ def _shape(files: Files, name: str, rows: int, across: tuple[int, ...]) -> tuple
         f"of Quanto has {rows} rows of codes of {across}, and a bias of {bias}",
     )  # fmt: skip
     return bias[0], rows // bias[0] * across[0]
+
+
+def _bias_of(name: str) -> str:
+    return f"{name.removesuffix('weight')}bias"
 
 
 def _bits_of(files: Files, name: str, rows: int, codes: StoredTensor, given: int | None) -> int:

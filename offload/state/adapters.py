@@ -158,22 +158,37 @@ def _begin_of(
         if not getattr(config, "use_dora", False):
             return lambda: lora(name, how)
         base: Any = getattr(getattr(module, "base_layer", None), "weight", None)
-        read = weight_of(base) if isinstance(base, nn.Parameter) and base.dim() == 2 else None
+        factors: Any = getattr(module, "lora_B", ())  # not of embeddings
+        linear = isinstance(base, nn.Parameter) and base.dim() == 2 and name in factors
+        read = weight_of(base) if linear else None
         if read is not None:
-            return lambda: _begin_dora(module, name, how, read())
+            norms = _norms_of(module, name, read())  # before anything is changed
+            return lambda: _begin_dora(module, name, how, norms)
     if kind == "IA3" and ia3 is not None and getattr(config, "init_ia3_weights", False) is True:
         return lambda: ia3(name)
     return None
 
 
-def _begin_dora(module: Any, name: str, how: Any, weight: torch.Tensor) -> None:
-    """Initialise DoRA: its magnitudes are the norms of the base's rows."""
-    module.reset_lora_parameters(name, how)
+def _norms_of(module: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return DoRA's magnitudes: the norms of the base's rows, as the update begins with zero.
+
+    peft computes them in the dtype of the base, and converts adapters to fp32 afterwards.
+    """
     magnitudes = module.lora_magnitude_vector[name]
-    update = torch.mm(module.lora_B[name].weight, module.lora_A[name].weight)
-    # peft computes them in the dtype of the base, and converts adapters to fp32 afterwards.
-    norms = magnitudes.get_weight_norm(weight, update.to(weight.dtype), module.scaling[name])
-    magnitudes.weight.copy_(norms)
+    norms: torch.Tensor = magnitudes.get_weight_norm(
+        weight, torch.zeros(_update_shape(module, name), dtype=weight.dtype, device="cpu"),
+        module.scaling[name],
+    )  # fmt: skip
+    return norms
+
+
+def _update_shape(module: Any, name: str) -> tuple[int, int]:
+    return len(module.lora_B[name].weight), module.lora_A[name].weight.shape[1]
+
+
+def _begin_dora(module: Any, name: str, how: Any, norms: torch.Tensor) -> None:
+    module.reset_lora_parameters(name, how)
+    module.lora_magnitude_vector[name].weight.copy_(norms)
 
 
 def _is_drawn(config: Any) -> bool:

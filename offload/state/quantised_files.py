@@ -117,14 +117,26 @@ def dequantising(
         raise ValueError(f"weights: {files.path}: {error}") from error
     if any(_is_own(each, own) for each in found.values()):
         return files
-    found = {name: _shaped(each, own.get(name)) for name, each in found.items()}
+    found = _shaped(found, own)
     return QuantisedFiles(files, found, own) if found else files
 
 
-def _shaped(found: QuantisedWeight, mine: torch.Tensor | None) -> QuantisedWeight:
-    """Return a weight in the model's shape, if the files do not tell its shape."""
-    fits = found.flat and mine is not None and mine.numel() == math.prod(found.shape)
-    return found._replace(shape=tuple(mine.shape)) if fits and mine is not None else found
+def _shaped(
+    found: Mapping[str, QuantisedWeight], own: Mapping[str, torch.Tensor]
+) -> dict[str, QuantisedWeight]:
+    """Return weights in the model's shapes, if the files do not tell their shapes."""
+    if not any(each.flat for each in found.values()):
+        return dict(found)
+    inner = {name.partition(".")[2]: tensor for name, tensor in own.items()}
+
+    def shaped(name: str, each: QuantisedWeight) -> QuantisedWeight:
+        # With and without the prefix of the base model, as for other weights.
+        names = (own.get(name), own.get(name.partition(".")[2]), inner.get(name))
+        mine = next((t for t in names if t is not None), None)
+        fits = each.flat and mine is not None and mine.numel() == math.prod(each.shape)
+        return each._replace(shape=tuple(mine.shape)) if fits and mine is not None else each
+
+    return {name: shaped(name, each) for name, each in found.items()}
 
 
 def _is_own(found: QuantisedWeight, own: Mapping[str, torch.Tensor]) -> bool:

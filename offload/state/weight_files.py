@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -167,7 +165,9 @@ class WeightFiles:
         found = self.find(name)
         if found is None:
             kind = self._open(self._where[name]).get_slice(name).get_dtype()
-            raise ValueError(f"weights: {self._where[name]}: {name} is {kind}, unknown to torch")
+            raise ValueError(
+                f"weights: {self._where[name]}: {name} is {kind}, which cannot be read"
+            )
         return read_runs(found, self.shape(name) or ())
 
     def find(self, name: str) -> InFiles | None:
@@ -204,6 +204,7 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
     "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 
 
@@ -216,7 +217,10 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
     with file.open("rb") as stream:
         state = state_of(stream.fileno())
         length = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(length))
+        try:
+            entries = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"weights: {file} has changed since it was opened") from error
     found = {}
     for name, entry in entries.items():
         if name != "__metadata__" and entry["dtype"] in DTYPES:
@@ -230,17 +234,21 @@ def read_runs(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
     """Read a tensor from its runs.
 
     Raises:
-        ValueError: a file has become shorter.
+        ValueError: a file has changed.
     """
-    whole = np.empty(math.prod(shape) * found.dtype.itemsize, np.uint8)
-    at = 0
+    made = torch.empty(shape, dtype=found.dtype, device="cpu")
+    if sum(run.nbytes for run in found.runs) != made.nbytes:
+        raise ValueError(f"weights: {found.runs[0].path} has changed since it was opened")
+    if not made.nbytes:
+        return made
+    whole, at = made.view(-1).view(torch.uint8).numpy(), 0
     for run in found.runs:
         with run.path.open("rb") as stream:
             stream.seek(run.offset)
             if stream.readinto(whole[at : at + run.nbytes].data) != run.nbytes:
                 raise ValueError(f"weights: {run.path} has become shorter since it was opened")
         at += run.nbytes
-    return torch.from_numpy(whole).view(found.dtype).view(shape)
+    return made
 
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
@@ -297,6 +305,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
 
 def _no_weight(dtypes: Collection[torch.dtype], wanted: torch.dtype) -> str | None:
     """Return why tensors of ``dtypes`` are not the values of a parameter of dtype ``wanted``."""
+    if not dtypes:
+        return "has a dtype that cannot be read"
     if set(dtypes) == {wanted}:
         return None  # the model computes with them
     if not (wanted.is_floating_point or wanted.is_complex):

@@ -14,6 +14,7 @@ import transformers
 
 import overspill
 from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
+from overspill.state.weight_files import WeightFiles
 from tests.devices import CPU, DEVICE, SIM, plainly
 
 SHAPE: dict[str, Any] = {
@@ -309,3 +310,58 @@ def test_a_merge_ends_with_the_weights_that_it_changed(writeback: bool) -> None:
         layer = next(m for m in model.modules() if hasattr(m, "merged_adapters"))
         assert not layer.merged
         assert len(train(model, optimizer, 1)) == 1
+
+
+def test_a_merge_that_is_not_written_back_counts_as_none() -> None:
+    """A packed base cannot be changed."""
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.1)
+    ids = torch.arange(34, device=DEVICE).view(2, 17)
+    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with overspill.wrap(
+        model, inner, frozen="nf4", device=SIM, device_memory="8MiB", host_memory="64MiB"
+    ), torch.no_grad():  # fmt: skip
+        expected = model(input_ids=ids).logits
+        with (
+            pytest.raises(overspill.OffloadError, match="cannot be changed"),
+            overspill.materialized(model, writeback=True),
+        ):
+            model.merge_adapter()
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        with model.disable_adapter():
+            assert not torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("broken", ["embedding", "read"])
+def test_adapters_stay_on_meta_if_one_cannot_begin(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next try would take what is half begun for trained values."""
+    config = transformers.LlamaConfig(**SHAPE)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    targets = ["q_proj", "embed_tokens"] if broken == "embedding" else ["q_proj"]
+    with overspill.empty_init():
+        model = peft.get_peft_model(
+            transformers.LlamaForCausalLM(config).to(torch.bfloat16),
+            peft.LoraConfig(target_modules=targets, use_dora=True),
+        )
+    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    read, left = WeightFiles.read, [2]
+
+    def fails(self: WeightFiles, name: str) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("the disk is gone")
+        return read(self, name)
+
+    place = {"device": SIM, "device_memory": "8MiB", "host_memory": "64MiB"}
+    if broken == "read":
+        monkeypatch.setattr(WeightFiles, "read", fails)
+    kind = OSError if broken == "read" else overspill.OffloadError
+    with pytest.raises(kind, match=r"disk is gone|load the base before get_peft_model"):
+        overspill.wrap(model, inner, weights=tmp_path, **place)
+    assert all(p.is_meta for n, p in model.named_parameters() if "lora_" in n)

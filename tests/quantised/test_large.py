@@ -80,3 +80,37 @@ def test_a_file_larger_than_memory_is_read(tmp_path: Path) -> None:
     files = WeightFiles(tmp_path)
     assert files.shape("large") == (size,)
     assert torch.equal(files.read("small"), values)
+
+
+def test_tensors_without_elements_and_strange_dtypes(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    path = tmp_path / "model.safetensors"
+    values = {
+        "empty": torch.empty(0, 8), "nothing": torch.empty(0, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.0), "flags": torch.tensor([True, False]),
+        "fnuz": torch.arange(4.0).to(torch.float8_e4m3fnuz),
+    }  # fmt: skip
+    safetensors.torch.save_file({n: v.cpu() for n, v in values.items()}, path)
+    files = WeightFiles(tmp_path)
+    for name, value in values.items():
+        found = files.read(name)
+        assert found.dtype == value.dtype and found.shape == value.shape, name
+        assert torch.equal(found.float(), value.cpu().float()), name
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"BF16"', b'"F4"  '))
+    files = WeightFiles(tmp_path)
+    assert not files.dtypes("nothing")
+    with pytest.raises(ValueError, match="cannot be read"):
+        files.read("nothing")
+
+
+def test_a_file_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(1000, device="cpu")}, path)
+    files = WeightFiles(tmp_path)
+    safetensors.torch.save_file({"w": torch.zeros(10, device="cpu")}, path)
+    with pytest.raises(ValueError, match="has changed since it was opened"):
+        files.read("w")

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 import overspill
 from overspill.durable.export import export_store
 from overspill.engine import engine_of
 from overspill.errors import CorruptionError, OffloadError
+from overspill.state.quantised_files import dequantising
+from overspill.state.weight_files import WeightFiles
 from tests.devices import CPU, DEVICE, SIM, about_cpu, plainly
 from tests.parity.test_in_place import written
 from tests.quantised import folders
@@ -354,3 +357,22 @@ def test_frozen_formats_repack_what_is_dequantised(pairs: dict[str, Folders]) ->
         trained(folder, 2, frozen="nf4", **place_of("fp8", "tight")) for folder in pairs["fp8"]
     ]
     assert losses[0] == losses[1]
+
+
+def test_groups_take_the_shape_of_the_model(pairs: dict[str, Folders]) -> None:
+    """Quanto's files do not have it; a bias in them does, and then the model must agree."""
+    files = WeightFiles(pairs["qint4"].quantised)
+    name, mine = "layers.0.mlp.down_proj.weight", torch.empty(128, 256)
+    for known in (f"model.{name}", name, f"other.{name}"):
+        found = dequantising(files, {known: mine}).shape(f"model.{name}")
+        assert found == ((256, 128) if known.startswith("other") else (128, 256))
+    told = {n: files.read(n) for n in files.names} | {
+        f"model.{name.removesuffix('weight')}bias": torch.zeros(128)
+    }
+    folder = pairs["qint4"].quantised.parent / "told"
+    folder.mkdir()
+    save_file({n: t.cpu() for n, t in told.items()}, folder / "model.safetensors")
+    config = (pairs["qint4"].quantised / "config.json").read_text()
+    (folder / "config.json").write_text(config)
+    other = {f"model.{name}": mine.mT.contiguous()}
+    assert dequantising(WeightFiles(folder), other).shape(f"model.{name}") == (128, 256)
