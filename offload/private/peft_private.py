@@ -25,7 +25,7 @@ from torch import nn
 from ..errors import ModelError
 from .module_private import own_parameters
 
-_LAYERS, _TUNERS = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"
+_LAYERS, _MODEL = "peft.tuners.lora.layer", "peft.tuners.lora.model"
 Activate = Callable[[Any, list[str]], contextlib.AbstractContextManager[None]]
 
 
@@ -91,8 +91,8 @@ def _keep_parameters(is_managed: Callable[[Any], object], split: Any) -> None:
 
 @functools.cache
 def _refuse_for_sections(split: Any) -> None:
-    """Refuse, before anything is changed, what peft does to whole stacks only."""
-    tuner: Any = importlib.import_module(_TUNERS).BaseTuner
+    """Refuse, before anything is changed, what LoRA of peft does to whole stacks only."""
+    tuner: Any = importlib.import_module(_MODEL).LoraModel
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         setattr(tuner, name, _unless_in_sections(getattr(tuner, name), split))
     inject = tuner.inject_adapter
@@ -119,7 +119,7 @@ def _unless_in_sections(method: Callable[..., Any], split: Any) -> Callable[...,
         bound.apply_defaults()
         if bound.arguments.get("merge", True):
             for _, wrapper in wrappers(self.model):
-                named = bound.arguments["adapter_names"]
+                named = bound.arguments.get("adapter_names")
                 merged = wrapper.active_adapters if named is None else named
                 if isinstance(adapted(wrapper), split) and not wrapper.lora_A.keys().isdisjoint(
                     merged

@@ -268,7 +268,7 @@ def test_a_model_that_was_split_first_is_not_trained_in_part(
 ) -> None:
     """As if peft was imported after the split, so that it could not be asked to refuse."""
     model = split_experts(build("mixtral", "eager"), SECTION)
-    tuner: Any = peft.tuners.tuners_utils.BaseTuner
+    tuner: Any = peft.LoraModel
     monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter.__wrapped__)
     with pytest.warns(RuntimeWarning, match="no parameter was matched"):
         model = adapted(model)
