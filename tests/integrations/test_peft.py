@@ -191,7 +191,9 @@ def test_a_base_that_is_in_files_alone(kind: str, place: str, frozen: Any, tmp_p
 
 
 UNKNOWN: dict[str, Callable[[], peft.PeftConfig]] = {
-    "dora": KINDS["dora"],
+    "dora of an embedding": lambda: peft.LoraConfig(
+        r=4, target_modules=["embed_tokens"], use_dora=True
+    ),
     "not set": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False),
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj"]),
     "fourier": lambda: peft.FourierFTConfig(n_frequency=8, target_modules=["q_proj"]),
