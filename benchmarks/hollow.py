@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-NAMES = {
-    torch.bfloat16: "BF16", torch.uint8: "U8", torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
+from overspill.state.weight_files import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METHODS: dict[str, dict[str, Any]] = {
     "nf4": {"quant_method": "bitsandbytes"},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},

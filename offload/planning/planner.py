@@ -90,14 +90,14 @@ class _Planner(Placement):
             self._move_to_device(_Spend(budget - everything), self.order)
             return 0, gather
         small = [u for u in self.beside if not self.resident[u.index]]
-        beside = _Spend(int(BESIDE_SHARE * max(0, budget - need)))
+        share = int(BESIDE_SHARE * max(0, budget - need))
+        beside = _Spend(share)
         if beside.take(sum(u.weight_bytes for u in small)):
             for unit in small:
                 self.resident[unit.index] = True
-            left = beside.left
             if self.needs.prefer.beside:
                 self._move_to_device(beside, small)
-            fixed += sum(u.weight_bytes for u in small) + left - beside.left
+            fixed += share - beside.left
         ahead = self._ahead(budget - fixed - gather, self._device_weights)
         fixed += self._keep_pages(budget - fixed - gather - self._device_weights(ahead))
         room = budget - fixed - gather - self._device_weights(ahead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,16 +43,9 @@ def load(
     parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_weights(files, model, parts)
-    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
-
-    def in_files(p: nn.Parameter) -> Callable[[], torch.Tensor] | None:
-        index = index_of.get(id(p))
-        if files is None or index is None or index not in names:
-            return None
-        return lambda: _read(files, names[index], p.dtype).to(p.dtype)
-
+    name_of = {id(parts.parameters[index]): name for index, name in names.items()}
     for each in by_model(model).values():
-        begin_adapters(each, in_files, trains=runtime.layout.trains)
+        begin_adapters(each, partial(_reader, files, name_of), trains=runtime.layout.trains)
     managed = frozenset(map(id, parts.parameters))
     if files is not None:
         taken.note()
@@ -104,6 +98,16 @@ def load(
         for unit in parts.units:
             load_unit(unit)
             done(unit.weight_bytes)
+
+
+def _reader(
+    files: TensorFiles | None, name_of: Mapping[int, str], p: nn.Parameter
+) -> Callable[[], torch.Tensor] | None:
+    """Return a function that reads a parameter's weight; ``None`` if the files do not have it."""
+    name = name_of.get(id(p))
+    if files is None or name is None:
+        return None
+    return lambda: _read(files, name, p.dtype).to(p.dtype)
 
 
 def _initialised(parts: Partition, names: Container[int]) -> frozenset[int]:

@@ -253,6 +253,7 @@ class ForwardStack:
     def make_room(self, module: nn.Module) -> None:
         """Close what an exception left open, before ``module`` runs, maybe outside of the model."""
         if (self._mine.frames or self._onloaded_units.in_use) and self._left_behind(module):
+            self._onloaded_units.executor.health.check()  # another thread may be closing all that
             self._clear()
 
     def _left_behind(self, module: nn.Module) -> bool:

@@ -188,7 +188,6 @@ class ModuleHooks:
 
     def before_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Prepare for the run of a unit's module: onload the unit and push its frame."""
-        self._loop.require()  # before anything is closed that another thread may be closing
         self.runs(unit)
         self._forward_stack.make_room(module)
         self._loop.catch_up(unit)

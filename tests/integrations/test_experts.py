@@ -59,9 +59,9 @@ def batch(step: int, length: int = 17) -> torch.Tensor:
     return torch.randint(3, 96, (2, length), generator=drawn, device="cpu").to(DEVICE)
 
 
-def train(model: Any, optimizer: Any, steps: int, length: int = 17) -> list[float]:
+def train(model: Any, optimizer: Any, steps: int, length: int = 17, first: int = 0) -> list[float]:
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         torch.manual_seed(step)
         ids = batch(step, length)
         loss = model(input_ids=ids, labels=ids).loss

@@ -48,6 +48,20 @@ def ended() -> None:
         time.sleep(0.01)
 
 
+def closer_of(optimizer: Any, delay_s: float = 0.0) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that will close the engine, and what that raises."""
+    raised: list[BaseException] = []
+
+    def close() -> None:
+        time.sleep(delay_s)
+        try:
+            optimizer.close()
+        except BaseException as error:
+            raised.append(error)
+
+    return threading.Thread(target=close), raised
+
+
 def elsewhere(close: Any) -> None:
     thread = threading.Thread(target=close)
     thread.start()
@@ -85,16 +99,8 @@ def test_another_thread_closes_while_this_one_trains(seed: int, tmp_path: Path) 
     model, optimizer = wrapped(tmp_path, PLACE, update=update)
     delay_s = draw.random() * 0.1
 
-    raised: list[BaseException] = []
-
-    def closer() -> None:
-        time.sleep(delay_s)
-        try:
-            optimizer.close()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=closer) for _ in range(1 + 2 * (seed % 2))]
+    closers = [closer_of(optimizer, delay_s) for _ in range(1 + 2 * (seed % 2))]
+    threads = [thread for thread, _ in closers]
     for thread in threads:
         thread.start()
     done, until_s = 0, time.monotonic() + WAIT_S
@@ -105,7 +111,7 @@ def test_another_thread_closes_while_this_one_trains(seed: int, tmp_path: Path) 
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert not raised
+    assert not any(raised for _, raised in closers)
     ended()
     if done:
         with overspill.resume(
@@ -134,15 +140,7 @@ def test_a_forward_goes_on_while_another_thread_closes(
     step(model, optimizer)
     resets, over = threading.Event(), threading.Event()
     reset, release = OnloadedUnits.reset, OnloadedUnits._release
-    raised: list[BaseException] = []
-
-    def close() -> None:
-        try:
-            optimizer.close()
-        except BaseException as error:
-            raised.append(error)
-
-    closer = threading.Thread(target=close)
+    closer, raised = closer_of(optimizer)
 
     def reset_slowly(self: OnloadedUnits) -> None:
         if threading.current_thread() is closer:
@@ -188,13 +186,7 @@ def test_a_unit_runs_while_another_thread_closes_the_units(
     unit = next(unit for unit, moves in enumerate(units.streamed) if moves)
     units.executor.protocol.need(unit)  # granted, and then lost to an exception
     closes, begun, lost = threading.Event(), threading.Event(), EnginePort.lost
-    raised: list[BaseException] = []
-
-    def close() -> None:
-        try:
-            optimizer.close()
-        except BaseException as error:
-            raised.append(error)
+    closer, raised = closer_of(optimizer)
 
     def find_slowly(self: EnginePort, uses: Any) -> list[int]:
         found = lost(self, uses)
@@ -204,7 +196,6 @@ def test_a_unit_runs_while_another_thread_closes_the_units(
         return found
 
     monkeypatch.setattr(EnginePort, "lost", find_slowly)
-    closer = threading.Thread(target=close)
     closer.start()
     assert closes.wait(WAIT_S)
     with pytest.raises(OffloadError, match="closed"):
