@@ -136,6 +136,7 @@ class WeightFiles:
         key = str(file)
         if key not in self._files:
             try:
+                self._states[file] = state_of(file)
                 # For torch it would map the file as writable, which needs memory for all of it.
                 self._files[key] = safe_open(key, framework="np")
             except (SafetensorError, OSError) as error:
@@ -172,8 +173,10 @@ class WeightFiles:
 
     def find(self, name: str) -> InFiles | None:
         """See ``TensorFiles``."""
-        dtype, run = self._header_of(name).get(name, (None, None))
-        return None if dtype is None or run is None else InFiles(dtype, (run,))
+        if not self.dtypes(name):
+            return None
+        dtype, run = self._entry(name)
+        return InFiles(dtype, (run,))
 
     def find_quantised(self, name: str) -> None:
         """See ``TensorFiles``; ``QuantisedFiles`` knows what is quantised."""
@@ -184,13 +187,15 @@ class WeightFiles:
         Raises:
             KeyError: there is no such tensor, or its dtype is unknown.
         """
-        return self._header_of(name)[name][1]
+        if not self.dtypes(name):
+            raise KeyError(name)
+        return self._entry(name)[1]
 
-    def _header_of(self, name: str) -> dict[str, tuple[torch.dtype, FileRun]]:
+    def _entry(self, name: str) -> tuple[torch.dtype, FileRun]:
         file = self._where[name]
         if file not in self._headers:
-            self._headers[file], self._states[file] = _header(file)
-        return self._headers[file]
+            self._headers[file] = _header(file, self._states[file])
+        return self._headers[file][name]
 
     def state(self, path: Path) -> FileState:
         """See ``TensorFiles``."""
@@ -208,26 +213,27 @@ DTYPES = {
 }  # fmt: skip
 
 
-def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileState]:
-    """Read where the tensors of a safetensors file lie, and the file's identity.
+def _header(file: Path, opened: FileState) -> dict[str, tuple[torch.dtype, FileRun]]:
+    """Read where the tensors of a safetensors file lie.
 
     The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes, to
     which offsets are relative.  The file was opened as safetensors before, so it is valid.
+
+    Raises:
+        ValueError: the file is not the one that was ``opened``.
     """
     with file.open("rb") as stream:
-        state = state_of(stream.fileno())
+        if state_of(stream.fileno()) != opened:
+            raise ValueError(f"weights: {file} has changed since it was opened")
         length = int.from_bytes(stream.read(8), "little")
-        try:
-            entries = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"weights: {file} has changed since it was opened") from error
+        entries = json.loads(stream.read(length))
     found = {}
     for name, entry in entries.items():
         if name != "__metadata__" and entry["dtype"] in DTYPES:
             start, stop = entry["data_offsets"]
             run = FileRun(file, 8 + length + start, stop - start)
             found[name] = DTYPES[entry["dtype"]], run
-    return found, state
+    return found
 
 
 def read_runs(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:

@@ -105,12 +105,18 @@ def test_tensors_without_elements_and_strange_dtypes(tmp_path: Path) -> None:
         files.read("nothing")
 
 
-def test_a_file_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["smaller", "renamed", "noise"])
+def test_a_file_that_is_replaced_is_noticed(how: str, tmp_path: Path) -> None:
     import safetensors.torch
 
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(1000, device="cpu")}, path)
     files = WeightFiles(tmp_path)
-    safetensors.torch.save_file({"w": torch.zeros(10, device="cpu")}, path)
-    with pytest.raises(ValueError, match="has changed since it was opened"):
-        files.read("w")
+    if how == "noise":
+        path.write_bytes(b"\xff" * 100)
+    else:
+        name, size = ("w", 10) if how == "smaller" else ("v", 1000)
+        safetensors.torch.save_file({name: torch.zeros(size, device="cpu")}, path)
+    for use in (files.read, files.find, files.run):
+        with pytest.raises(ValueError, match="has changed since it was opened"):
+            use("w")
