@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from ..errors import ModelError
 from ..private import torch_private
 
+Begin = Callable[[], None]
 WeightOf = Callable[[nn.Parameter], Callable[[], torch.Tensor] | None]
 
 log = logging.getLogger("overspill")
@@ -107,7 +109,7 @@ def begin_adapters(model: nn.Module, weight_of: WeightOf, *, trains: bool) -> No
     # Modules in ``modules_to_save`` are copies of the base's modules: files have their values.
     own = [each for each in _layers(model) if not hasattr(each.module, "original_module")]
     empty = [each for each in own if any(p.is_meta for p in each.parameters)]
-    begins = {id(each): _begin_of(each, configs, weight_of) for each in empty}
+    readers = {id(each): _begin_of(each, configs, weight_of) for each in empty}
     inside = set(base_of(model).parameters())
     prompts = [
         module
@@ -115,7 +117,7 @@ def begin_adapters(model: nn.Module, weight_of: WeightOf, *, trains: bool) -> No
         if any(p.is_meta and p not in inside for p in module.parameters(recurse=False))
     ]
     drawn = all(_is_drawn(configs[name]) for name in configs) if prompts else True
-    unknown = sorted({each.name for each in empty if begins[id(each)] is None})
+    unknown = sorted({each.name for each in empty if readers[id(each)] is None})
     if unknown or not drawn or not all(isinstance(each, nn.Embedding) for each in prompts):
         raise ModelError(
             f"adapters {', '.join(unknown or configs)} are on meta, and their initial values are "
@@ -126,11 +128,10 @@ def begin_adapters(model: nn.Module, weight_of: WeightOf, *, trains: bool) -> No
             f"adapters {', '.join(configs)} are on meta, so they have no values: load the base "
             "before the adapter, or give no weights= and let peft load both"
         )
-    for each in empty:
-        _take_memory(each.parameters)
-        begin = begins[id(each)]
-        assert begin is not None
-        with torch.no_grad():
+    with torch.no_grad():
+        begins = [read() for read in readers.values() if read is not None]  # before any change
+        for each, begin in zip(empty, begins, strict=True):
+            _take_memory(each.parameters)
             begin()
     for module in prompts:
         assert isinstance(module, nn.Embedding)
@@ -145,7 +146,9 @@ def begin_adapters(model: nn.Module, weight_of: WeightOf, *, trains: bool) -> No
 
 def _begin_of(
     adapter: _Adapter, configs: Mapping[str, Any], weight_of: WeightOf
-) -> Callable[[], None] | None:
+) -> Callable[[], Begin] | None:
+    """Return a function that reads what an adapter begins with, and returns one that sets it;
+    ``None`` if that is not known."""
     config, module, name = configs.get(adapter.name), adapter.module, adapter.name
     if config is None or not all(p.is_meta for p in adapter.parameters):
         return None
@@ -156,16 +159,15 @@ def _begin_of(
     default = how in (True, "gaussian") and not getattr(config, "lora_bias", False)
     if kind == "LORA" and lora is not None and default:
         if not getattr(config, "use_dora", False):
-            return lambda: lora(name, how)
+            return lambda: partial(lora, name, how)
         base: Any = getattr(getattr(module, "base_layer", None), "weight", None)
         factors: Any = getattr(module, "lora_B", ())  # not of embeddings
         linear = isinstance(base, nn.Parameter) and base.dim() == 2 and name in factors
         read = weight_of(base) if linear else None
         if read is not None:
-            norms = _norms_of(module, name, read())  # before anything is changed
-            return lambda: _begin_dora(module, name, how, norms)
+            return lambda: partial(_begin_dora, module, name, how, _norms_of(module, name, read()))
     if kind == "IA3" and ia3 is not None and getattr(config, "init_ia3_weights", False) is True:
-        return lambda: ia3(name)
+        return lambda: partial(ia3, name)
     return None
 
 
