@@ -25,7 +25,9 @@ from torch import nn
 from ..errors import ModelError
 from .module_private import own_parameters
 
-_LAYERS, _MODEL = "peft.tuners.lora.layer", "peft.tuners.lora.model"
+_LAYERS = "peft.tuners.lora.layer"
+# The models that adapt single parameters: module and class.
+_MODELS = ("peft.tuners.lora.model", "LoraModel"), ("peft.tuners.mixed.model", "MixedModel")
 Activate = Callable[[Any, list[str]], contextlib.AbstractContextManager[None]]
 
 
@@ -70,7 +72,8 @@ def prepare(is_managed: Callable[[Any], object], split: Any) -> None:
     are in sections: modules of class ``split``."""
     if _LAYERS in sys.modules:
         _keep_parameters(is_managed, split)
-        _refuse_for_sections(split)
+        for module, name in _MODELS:
+            _refuse_for_sections(getattr(importlib.import_module(module), name), split)
 
 
 @functools.cache
@@ -90,9 +93,8 @@ def _keep_parameters(is_managed: Callable[[Any], object], split: Any) -> None:
 
 
 @functools.cache
-def _refuse_for_sections(split: Any) -> None:
-    """Refuse, before anything is changed, what LoRA of peft does to whole stacks only."""
-    tuner: Any = importlib.import_module(_MODEL).LoraModel
+def _refuse_for_sections(tuner: Any, split: Any) -> None:
+    """Refuse, before anything is changed, what peft does to whole stacks only."""
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
         setattr(tuner, name, _unless_in_sections(getattr(tuner, name), split))
     inject = tuner.inject_adapter

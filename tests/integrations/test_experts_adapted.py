@@ -217,6 +217,20 @@ def test_merging_needs_whole_stacks(way: str) -> None:
     same(made[0].state_dict(), made[1].state_dict())
 
 
+def test_mixed_models_are_refused_alike() -> None:
+    base = build("mixtral", "eager")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS)
+    model = peft.get_peft_model(base, config, mixed=True)
+    split_experts(model, SECTION)
+    layer = next(m for m in model.modules() if hasattr(m, "merged_adapters"))
+    for merge in (model.base_model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(overspill.OffloadError, match="join_experts"):
+            merge()
+        assert not layer.merged
+    with pytest.raises(overspill.OffloadError, match="add adapters before split_experts"):
+        peft.get_peft_model(split_experts(build("mixtral", "eager"), SECTION), config, mixed=True)
+
+
 def test_other_adapters_can_be_merged() -> None:
     plain, split = (adapted(build("mixtral", "eager")) for _ in range(2))
     for model in (plain, split):
