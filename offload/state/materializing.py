@@ -145,9 +145,9 @@ class Materialized(Generic[T]):
         clean_up(self._end, "the end of materialized()", raised)
 
     def _end(self) -> None:
-        found = self._materializing.end()
         kept = False
         try:
+            found = self._materializing.end()
             if self._writeback:
                 self._materializing.write_back(found)
                 kept = True

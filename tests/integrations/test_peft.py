@@ -14,6 +14,7 @@ import transformers
 
 import overspill
 from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
+from overspill.params.onloaded_units import OnloadedUnits
 from overspill.state.weight_files import WeightFiles
 from tests.devices import CPU, DEVICE, SIM, plainly
 
@@ -336,6 +337,27 @@ def test_a_merge_that_is_not_written_back_counts_as_none() -> None:
         assert torch.equal(model(input_ids=ids).logits, expected)
         with model.disable_adapter():
             assert not torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_a_merge_is_forgotten_if_the_end_of_its_block_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted("lora").eval()
+    ids = torch.arange(34, device=DEVICE).view(2, 17)
+    take_back = OnloadedUnits.take_back
+
+    def interrupted(self: OnloadedUnits, *args: Any) -> None:
+        monkeypatch.setattr(OnloadedUnits, "take_back", take_back)
+        raise KeyboardInterrupt
+
+    with overspill.wrap(
+        model, adamw(torch.optim.AdamW, model), **tight(model, "sim"), rates=overspill.Rates()
+    ), torch.no_grad():  # fmt: skip
+        expected = model(input_ids=ids).logits
+        monkeypatch.setattr(OnloadedUnits, "take_back", interrupted)
+        with pytest.raises(KeyboardInterrupt), overspill.materialized(model, writeback=True):
+            model.merge_adapter()
+        assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 @pytest.mark.parametrize("broken", ["embedding", "read"])
