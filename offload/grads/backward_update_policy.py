@@ -160,8 +160,8 @@ class BackwardUpdatePolicy:
         if not self._ledger.early:
             self._told_of_drop = False
         elif not self._told_of_drop and not torch_private.in_backward():
-            self._told_of_drop = True
             self._onloaded_units.executor.health.check()  # a step that failed has not ended
+            self._told_of_drop = True
             names = ", ".join(map(self._resident_guard.name_of, sorted(self._ledger.early)))
             raise BackwardUpdateError(
                 f"update='backward' has already applied the gradients of {names}, so they cannot "
