@@ -34,6 +34,7 @@ ROOMS = (
     "facts",
     "grads",
     "integrations",
+    "logits",
     "measure",
     "movement",
     "movement.accelerators",

@@ -139,6 +139,9 @@ class OffloadConfig:
         activations: where tensors that autograd saves wait for backward: ``"keep"`` (where they
             are), ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs and run again),
             or ``"auto"`` (tensors that do not fit in the budgets are offloaded or recomputed).
+        loss: ``"chunked"`` computes a language model's logits, and the loss or log-probabilities
+            from them, for some tokens at a time; ``"auto"`` does so if the plan finds that the
+            logits of ``tokens`` do not fit otherwise; ``None``: as the model's code does.
         frozen: storage format of untrained matrices, which are unpacked before use: ``"int8"`` (a
             scale per row), ``"nf4"`` (4 bits, as in QLoRA); not for embeddings, the head,
             convolutions and the modules in ``resident``.  ``None``: stored unpacked.
@@ -175,6 +178,7 @@ class OffloadConfig:
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
+    loss: Literal["auto", "chunked"] | None = None
     frozen: Literal["int8", "nf4"] | None = None
     tokens: int = 0
     max_grad_norm: float | None = None
@@ -254,6 +258,7 @@ class OffloadConfig:
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
         known = ("auto", "keep", "host", "nvme", "recompute")
         _choice("activations", self.activations, known)
+        _choice("loss", self.loss, (None, "auto", "chunked"))
         _choice("frozen", self.frozen, (None, "int8", "nf4"))
         _choice("update", self.update, ("auto", "step", "backward", "next_forward"))
         _choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))

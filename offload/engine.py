@@ -28,6 +28,7 @@ from .grads.gradient_door import GradientDoor, gradients_by
 from .grads.gradients import GradientCollector
 from .grads.held_gradients import HeldGradients
 from .grads.update_waiter import UpdateWaiter
+from .logits.heads import DeferredHeads
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
@@ -70,10 +71,7 @@ T = TypeVar("T")
 
 
 class Engine(Closeable):
-    """The engine of one wrapped model.
-
-    Each part gets the parts that it uses when it is made, so lower ones come first.
-    """
+    """The engine of one wrapped model; each part gets those that it uses when it is made."""
 
     def __init__(
         self, model: nn.Module, groups: Sequence[dict[str, Any]], resources: EngineResources,
@@ -135,8 +133,7 @@ class Engine(Closeable):
             model, units, backward, stack, runtime.trace, loop, tuner.saved_offloader,
             tuner.recompute,
         )  # fmt: skip
-        hooks.append(seen)
-        hooks.append(Choices(model, units))
+        hooks += [seen, Choices(model, units)]
         self.external_forward = ExternalForwardAdapter(
             ledger, seen, loop, units, collector, weights, while_open
         )
@@ -144,6 +141,7 @@ class Engine(Closeable):
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, runtime, weights, guard, trainer, commits))
+        hooks.append(DeferredHeads.of_engine(blueprint.heads, parts, ledger.versions))
         self._figures = _figures_of(runtime, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce

@@ -15,8 +15,10 @@ from .activations.known_code import known
 from .checks import check_devices, check_model, check_moments, check_packed
 from .closeable import end_unused
 from .config import OffloadConfig
+from .errors import ModelError
 from .facts.machine import Machine
 from .facts.tier import Tier
+from .logits.heads import DeferredHeads, are_deferred, deferred_heads, heads_in
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
@@ -80,11 +82,6 @@ def _fields_of(
     return fields
 
 
-# Attribute of a model: the number of tokens from which its loss is computed in chunks, without all
-# logits at once.
-LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"
-
-
 def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, machine: Machine | None = None,
@@ -126,24 +123,35 @@ def make_blueprint(
             f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
             "precision='bf16' or leave master out"
         )
-    profile = None if example is None else profile_step(model, parts, example)
-    chunked_from = getattr(model, LOSS_IN_CHUNKS, None)
-    logits = chunked_from is None or config.tokens < chunked_from
-    load = Workload(config.tokens, profile, logits)
-    if rules and (sizes := load.saved_bytes(parts.units)) is not None:
-        needs = replace(needs, saved_bytes=tuple(sizes))
 
-    def choose(needs: Needs) -> PlannedLayout:
-        depth, rates = config.prefetch_depth, config.rates
-        found = choose_layout(parts, for_layout(budgets, needs), needs, depth, rates, load, prefer)
-        return of_budgets(found, budgets, needs)
+    def planned(heads: tuple[nn.Linear, ...]) -> tuple[Workload, PlannedLayout]:
+        """Plan for heads that defer their logits."""
+        load = _workload(model, parts, config, example, heads)
+        apart = {unit for unit, found in parts.running if found.module in heads}
+        given = replace(needs, recomputable=needs.recomputable - apart)
+        if rules and (sizes := load.saved_bytes(parts.units)) is not None:
+            given = replace(given, saved_bytes=tuple(sizes))
 
-    def with_updates(on_device: bool) -> Needs:
-        return _with_updates(needs, updates, parts, device=on_device)
+        def choose(needs: Needs) -> PlannedLayout:
+            room, depth = for_layout(budgets, needs), config.prefetch_depth
+            found = choose_layout(parts, room, needs, depth, config.rates, load, prefer)
+            return of_budgets(found, budgets, needs)
 
-    needs, chosen = choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
-    if needs.in_place and description is None:
-        chosen = copied_if_better(chosen, needs, choose)
+        def with_updates(on_device: bool) -> Needs:
+            return _with_updates(given, updates, parts, device=on_device)
+
+        asked, chosen = choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
+        if asked.in_place and description is None:
+            chosen = copied_if_better(chosen, asked, choose)
+        return load, chosen
+
+    heads = heads_in(model) if config.loss == "chunked" else deferred_heads(model)
+    load, chosen = planned(heads)
+    if config.loss == "auto" and not heads:
+        short = short_for_activations(chosen, chosen.needs, budgets, load.logits_bytes(parts.units))
+        if short is not None and (found := _heads_if_any(model)):
+            heads = found
+            load, chosen = planned(heads)
     others: Mapping[str, float] = {}
     if coupled is not None:
         chosen = _because_coupled(chosen, coupled)
@@ -152,7 +160,29 @@ def make_blueprint(
     plan = _plan_of(chosen, parts, budgets, config, load, others)
     if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
         plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
-    return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
+    return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources, heads)
+
+
+def _workload(
+    model: nn.Module, parts: Partition, config: OffloadConfig,
+    example: Callable[[], torch.Tensor] | None, heads: tuple[nn.Linear, ...],
+) -> Workload:  # fmt: skip
+    """Return the compute of a micro-step; ``heads``: those that defer their logits."""
+    logits = not heads or not are_deferred(heads, config.tokens)
+    if example is None:
+        return Workload(config.tokens, None, logits)
+    new = DeferredHeads((head, lambda: 0) for head in heads if head not in deferred_heads(model))
+    try:
+        return Workload(config.tokens, profile_step(model, parts, example), logits)
+    finally:
+        new.remove()
+
+
+def _heads_if_any(model: nn.Module) -> tuple[nn.Linear, ...]:
+    try:
+        return heads_in(model)
+    except ModelError:
+        return ()
 
 
 def _parts_of(

@@ -56,6 +56,7 @@ class ActivationTuner:
         self.recompute = Recompute(
             runtime.parts, runtime.layout.saved.recompute, accelerator.device,
             watching=policy == "auto" and self.saved_offloader is not None,
+            exclude=self._blueprint.head_units,
         )  # fmt: skip
         if self.recompute.watching:
             backward.when_begun(self._backward_begins)

@@ -324,7 +324,7 @@ class SavedTensorOffloader:
             log.warning(
                 "overspill: a step kept up to %s of activations in %s memory at once, %s more than "
                 "the %s that the budget leaves for them; the largest one is %s. Use fewer tokens, "
-                "compute the loss in chunks, or raise %s_memory", format_bytes(most), tier,
+                "pass loss='chunked', or raise %s_memory", format_bytes(most), tier,
                 format_bytes(most - room), format_bytes(room), format_bytes(self._largest), tier,
             )  # fmt: skip
 

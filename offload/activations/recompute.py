@@ -91,11 +91,16 @@ class Recompute:
     """
 
     def __init__(
-        self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool
-    ) -> None:
-        """Set up; ``watching``: ``units`` are still to be chosen, among the ``known`` ones."""
+        self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool,
+        exclude: frozenset[int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            watching: ``units`` are still to be chosen, among the ``known`` ones.
+            exclude: units that are never recomputed.
+        """
         self.units, self.watching = units, watching
-        self.able = parts.recomputable if units or watching else frozenset()
+        self.able = (parts.recomputable if units or watching else frozenset()) - exclude
         self.input_bytes = [0] * len(parts.units)
         self.grown, self.keeps_below = 1.0, 0.0
         self.computed = Counter[int]()

@@ -82,7 +82,8 @@ class OverspillStrategy(SingleDeviceStrategy):
             )
         if engine_of(self._module) is None:
             micro_steps = trainer.accumulate_grad_batches
-            options = {"accumulate": micro_steps, "durable": False, **self._options}
+            own = {"accumulate": micro_steps, "durable": False, "loss": "auto"}
+            options = {**own, **self._options}
             wrap(self._module, made if len(made) > 1 else made[0], **options)
         else:  # a fit before this one has wrapped the model
             _start_anew(self._wrapped, made)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from ..config import OffloadConfig
 from ..optim import Rule
 from ..schedule.layout import Layout
@@ -23,6 +25,7 @@ class Blueprint:
     rules: tuple[Rule, ...]  # by param group
     needs: Needs
     sources: Sources = NO_SOURCES
+    heads: tuple[nn.Linear, ...] = ()  # which compute their logits in chunks
 
     @property
     def update(self) -> str:
@@ -34,6 +37,11 @@ class Blueprint:
         """The homes and regions of everything that moves."""
         assert self.plan.detail.layout is not None
         return self.plan.detail.layout
+
+    @property
+    def head_units(self) -> frozenset[int]:
+        """The units of the heads that compute their logits in chunks."""
+        return frozenset(unit for unit, found in self.parts.running if found.module in self.heads)
 
     @property
     def judges(self) -> bool:

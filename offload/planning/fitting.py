@@ -48,7 +48,10 @@ def shortfall(
     largest = max(range(len(sizes)), key=lambda i: sizes[i], default=0)
     if sizes and sizes[largest] > here:
         what = f"what autograd keeps of unit {layout.units[largest].name!r} while it runs"
-        return Shortfall(tier, what, sizes[largest], here, "use fewer tokens, or smaller units")
+        remedy = "use fewer tokens, or smaller units"
+        if logits_bytes and layout.units[largest].logits_bytes:
+            remedy = "pass loss='chunked', or use fewer tokens"
+        return Shortfall(tier, what, sizes[largest], here, remedy)
     last = sizes[-1] if sizes else 0
     if policy in ("auto", "recompute"):
         inputs = inputs_of(layout, sizes)
@@ -69,8 +72,8 @@ def shortfall(
         return None
     if logits_bytes > LARGE_LOGITS * need:
         remedy = (
-            f"{format_bytes(logits_bytes)} are logits: compute the loss in chunks "
-            f"(torch.nn.functional.linear_cross_entropy), or {remedy}"
+            f"{format_bytes(logits_bytes)} are logits, which loss='chunked' avoids: pass it, "
+            f"or {remedy}"
         )
     return Shortfall(tier, WHAT, need, have, remedy)
 

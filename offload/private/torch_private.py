@@ -30,6 +30,7 @@ TRIED = ("2.11", "2.13", "2.15")
 log = logging.getLogger("overspill")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
@@ -367,11 +368,37 @@ def outdate(params: Iterable[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(p)
 
 
-def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a wrapper subclass, without memory: shape and device of ``like``."""
+def make_wrapper(
+    cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return a tensor of a wrapper subclass, without memory.
+
+    Args:
+        like: a tensor on the same device, with the same shape unless there is a ``shape``.
+    """
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-        cls, like.shape, dtype=dtype, device=like.device, requires_grad=False
-    )
+        cls, like.shape if shape is None else shape, dtype=dtype, device=like.device,
+        requires_grad=False,
+    )  # fmt: skip
+
+
+def without_saved_tensor_hooks(function: Callable[[], T]) -> T:
+    """Return what ``function`` returns; no hook sees what autograd saves meanwhile."""
+    push_saved_tensor_hooks(torch.Tensor.detach, _itself)
+    try:
+        return function()
+    finally:
+        pop_saved_tensor_hooks()
+
+
+def _itself(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def property_name(func: Any) -> str:
+    """Return the name of the attribute that a ``__get__`` given to ``__torch_function__`` reads."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def profiler_active() -> bool:

@@ -295,6 +295,11 @@ def refuse_options(config: OffloadConfig) -> None:
                 f"{each.name}={getattr(config, each.name)!r} is not for a sharded model, nor for "
                 "one inside of DistributedDataParallel: they have their weights where they are"
             )
+    if config.loss == "chunked":
+        raise ValueError(
+            "loss='chunked' is not for a sharded model, nor for one inside of "
+            "DistributedDataParallel, whose head may be on other ranks; leave it out"
+        )
     if config.activations not in ("auto", "keep"):
         raise ValueError(
             f"activations={config.activations!r} is not for a sharded model, nor for one inside of "

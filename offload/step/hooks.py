@@ -16,6 +16,7 @@ from torch import nn
 from ..activations.activations import NOWHERE, SavedTensorOffloader
 from ..activations.recompute import Recompute
 from ..facts.trace import Trace
+from ..logits.deferred import DeferredLogits
 from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
 from ..planning.models import entries
@@ -336,5 +337,7 @@ def differentiable(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in ``output`` through which gradients will flow."""
     leaves = [output] if isinstance(output, torch.Tensor) else torch_private.tree_leaves(output)
     for leaf in leaves:
+        if isinstance(leaf, DeferredLogits):
+            leaf = leaf.source.hidden  # every gradient of the logits comes there
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             yield leaf

@@ -16,7 +16,7 @@ from ..planning.bounds import step_flops
 from ..planning.costs import Profile
 from ..planning.plan import Plan
 from ..plans import make_plan
-from .head import mark_chunked
+from .head import defer_logits
 from .skeletons import skeleton_optimizer
 
 GIB = 1 << 30
@@ -36,7 +36,7 @@ def planner(model: nn.Module, options: Mapping[str, Any], optimizer: str = "adam
         ValueError, BudgetError: as ``plan`` does.
     """
     trained_with = skeleton_optimizer(model, optimizer)
-    mark_chunked(model)
+    defer_logits(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, "tokens": tokens, **more}

@@ -24,7 +24,7 @@ from ..state.weight_files import SINGLE
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .gains import after_a_run
-from .head import chunk_loss
+from .head import defer_logits
 from .loop import LoopSettings, StepRecord, train
 from .outputs import (
     draw_pictures,
@@ -251,7 +251,7 @@ class _Trained:
 def _model(job: Job, source: ModelSource, ranks: Ranks = ALONE) -> tuple[nn.Module, nn.Module]:
     """The model, and as it is trained: spread over ranks, where there are several."""
     model = source.build()
-    chunk_loss(model)
+    defer_logits(model)
     if job.recompute:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     if not ranks.several:

@@ -222,9 +222,12 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "shard")))
     with pytest.raises(overspill.OffloadError, match="two dimensions"):
         wrapped(model)
-    for options in ({"frozen": "nf4"}, {"precision": "bf16"}, {"activations": "host"}):
+    for options in (
+        {"frozen": "nf4"}, {"precision": "bf16"}, {"activations": "host"}, {"loss": "chunked"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)
+    wrapped(sharded(), loss="auto").close()
     with pytest.raises(overspill.BudgetError):
         overspill.wrap(
             model := sharded(), adamw(model), device="cpu", rates=RATES, host_memory="64KiB"

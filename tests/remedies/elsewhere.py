@@ -4,6 +4,30 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/logits/deferred.py", "change a clone(), or leave loss out"): (
+        "tests/unit/test_logits.py::test_views_and_changes_in_place"
+    ),
+    ("offload/logits/deferred.py", "leave loss out to watch it"): (
+        "tests/unit/test_logits.py::test_what_cannot_be_seen_is_refused"
+    ),
+    ("offload/logits/heads.py", "layer from its hidden states to its vocabulary; leave loss out"): (
+        "tests/parity/test_chunked_loss.py::test_what_has_no_head_is_refused_before_anything_changes"
+    ),
+    ("offload/logits/heads.py", "or leave adapters away from the head"): (
+        "tests/unit/test_logits.py::test_where_the_head_is"
+    ),
+    ("offload/logits/rows.py", "use logits before step(), or leave loss out"): (
+        "tests/parity/test_chunked_loss.py::test_logits_of_an_earlier_step_are_refused"
+    ),
+    ("offload/planning/fitting.py", "pass loss='chunked', or use fewer tokens"): (
+        "tests/parity/test_chunked_loss.py::test_auto_follows_the_plan"
+    ),
+    ("offload/planning/fitting.py", "which loss='chunked' avoids: pass it, or"): (
+        "tests/parity/test_chunked_loss.py::test_plans_name_the_logits"
+    ),
+    ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
+        "tests/ranks/test_drop_in.py::test_on_two_ranks"
+    ),
     ("offload/ranks/optimizer.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
@@ -382,7 +406,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/param_access.py", "the change is lost. Use update='next_forward'"): (
         "tests/parity/test_changes_in_forward.py::test_under_a_checkpoint"
     ),
-    ("offload/activations/activations.py", "compute the loss in chunks, or raise %s_memory"): (
+    ("offload/activations/activations.py", "pass loss='chunked', or raise %s_memory"): (
         "tests/parity/test_large_activations.py::test_the_budget_holds_where_two_large_tensors_fit"
     ),
     ("offload/step/param_group_check.py", "set p.grad = None, or {}"): (

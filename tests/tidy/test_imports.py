@@ -28,6 +28,7 @@ LEVELS = [
     {"overspill.step"},
     {"overspill.grads"},
     {"overspill.activations"},
+    {"overspill.logits"},
     {"overspill.params"},
     {"overspill.private"},
     {"overspill.movement"},

@@ -193,6 +193,6 @@ def test_a_plan_of_70_b_needs_little() -> None:
 def test_a_plan_says_that_it_counts_on_a_loss_in_chunks() -> None:
     """A head of a model with many tokens: its logits are not counted as a whole."""
     said = "if the loss is computed in chunks"
-    for tokens, there in (("1024", False), ("8192", True)):
+    for tokens, there in (("512", False), ("8192", True)):
         text = call("plan", "llama-1b", "--rates", str(MACHINES[0]), "--tokens", tokens).output
         assert text.count(said) == there, text
