@@ -128,12 +128,15 @@ def plan(
             prefetch_depth=prefetch_depth, rates=None, durable=durable, commit_every=commit_every,
         )  # fmt: skip
         asked = _Asked(
-            name or model, options, machine, _micro_batch(tokens, seq, batch), accumulate, as_json
-        )
+            name or model, options, machine, _micro_batch(tokens, seq, batch), seq, accumulate,
+            as_json,
+        )  # fmt: skip
         if find_largest:
             asked = asked.with_largest(lora_rank)
         if every_way:
-            found = choices(asked.name, options, machine, asked.tokens, lora_rank or LORA_RANK)
+            found = choices(
+                asked.name, options, machine, asked.tokens, lora_rank or LORA_RANK, asked.seq
+            )
         else:
             made, more = asked.plan(lora_rank, optimizer, trace, measure=measure)
     if every_way:
@@ -181,12 +184,13 @@ def _micro_batch(tokens: int | None, seq: int | None, batch: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a plan is asked for; ``tokens`` are those of a micro-batch."""
+    """What a plan is asked for; ``tokens`` are those of a micro-batch, ``seq`` of a sequence."""
 
     name: str
     options: Mapping[str, Any]
     target: Machine | None
     tokens: int
+    seq: int | None
     accumulate: int
     as_json: bool
 
@@ -198,7 +202,7 @@ class _Asked:
         """The same for the largest named shape that fits."""
         from ..train.choices import largest
 
-        name, found = largest(self.options, self.target, self.tokens, lora_rank)
+        name, found = largest(self.options, self.target, self.tokens, lora_rank, self.seq)
         what = "the largest named shape that fits" if found.fits else "not even the smallest fits"
         typer.echo(f"{what}: {name}", err=self.as_json)
         return replace(self, name=name)
@@ -213,7 +217,7 @@ class _Asked:
         from ..train.shapes import quantised_by
 
         frozen, options = self.options.get("frozen"), self.options
-        model = model_for(self.name, lora_rank, frozen)
+        model = model_for(self.name, lora_rank, frozen, self.seq)
         if lora_rank is not None and frozen is None and quantised_by(self.name) is not None:
             options = {**options, "weights": self.name}
         make = planner(model, options, optimizer)

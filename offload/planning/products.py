@@ -23,11 +23,22 @@ class _Product(NamedTuple):
     inputs: int
     outputs: int
     rows: float = 1.0
+    factor: str = ""  # of an adapter: "lora_A" or "lora_B"
 
     @property
     def flops(self) -> float:
         """FLOPs per token."""
         return 2 * self.inputs * self.outputs * self.rows
+
+    def kept(self, *, cast: bool) -> float:
+        """Return the elements that autograd keeps per token: the input and the output.
+
+        The factors of an adapter share the wide one with the matrix that they adapt, unless the
+        input is ``cast`` to the dtype of the adapter.
+        """
+        if not self.factor or (self.factor == "lora_A" and cast):
+            return (self.inputs + self.outputs) * self.rows
+        return min(self.inputs, self.outputs) * self.rows
 
 
 # By class, the extra tensors that activation functions written out in Python keep.
@@ -35,6 +46,10 @@ _KEPT_MORE = {
     "NewGELUActivation": 3, "AccurateGELUActivation": 3, "FastGELUActivation": 6,
     "QuickGELUActivation": 1,
 }  # fmt: skip
+
+
+def _factor(name: str) -> str:
+    return next((part for part in name.split(".") if part in ("lora_A", "lora_B")), "")
 
 
 def _products(found: FoundUnit) -> list[_Product]:
@@ -46,20 +61,50 @@ def _products(found: FoundUnit) -> list[_Product]:
         p = module.section
         return [_Product(p, p.shape[2], p.shape[1], module.rows_per_token)]
     return [
-        _Product(p, math.prod(p.shape[1:]), p.shape[0])
-        for inner in module.modules()
+        _Product(p, math.prod(p.shape[1:]), p.shape[0], factor=_factor(name))
+        for name, inner in module.named_modules()
         if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag))
         for p in inner.parameters(recurse=False)
         if p.dim() > 1
     ]
 
 
+# Attribute of a module: the FLOPs per token of its attention scores and of their product with the
+# values, in forward.  See ``set_sequence``.
+_ATTENTION = "_overspill_attention_flops"
+# The products of a fused attention's backward, per product in forward: it computes the scores
+# again, and four gradients instead of two results (FlashAttention-2, Dao 2023).
+_BACKWARD_ATTENTION = 2.5
+
+
+def set_sequence(model: nn.Module, length: int) -> None:
+    """Make plans of a model count causal attention over sequences of ``length`` tokens.
+
+    A token attends to half of the sequence on average.
+    """
+    for module in model.modules():
+        projections = dict(module.named_children())
+        out = projections.get("o_proj", projections.get("c_proj"))
+        if out is not None and {"q_proj", "c_attn"} & set(projections):
+            width = next(p for p in out.parameters() if p.dim() == 2).shape
+            inputs = width[1] if isinstance(out, nn.Linear) else width[0]
+            module.__dict__[_ATTENTION] = 2 * 2 * inputs * length / 2
+
+
+def _attention_flops(found: FoundUnit) -> float:
+    if found.direct_only:
+        return 0.0
+    counted = (inner.__dict__.get(_ATTENTION, 0.0) for inner in found.module.modules())
+    return float(sum(counted))
+
+
 def forward_flops(found: FoundUnit) -> int:
     """Return the FLOPs of the unit's forward per token: two per element of each matrix product.
 
-    Operations that are not products with a weight (look-ups, norms, attention scores) do not count.
+    Operations that are not products with a weight (look-ups, norms) do not count, nor do attention
+    scores unless ``set_sequence`` was called.
     """
-    return round(sum(each.flops for each in _products(found)))
+    return round(sum(each.flops for each in _products(found)) + _attention_flops(found))
 
 
 def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
@@ -68,7 +113,10 @@ def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows:
     Each trained matrix takes a product like the one in forward for its gradient.  Each matrix takes
     another one for the gradient of its input, if the gradient ``flows`` to earlier modules.
     """
-    return round(sum(each.flops * (flows + (each.p in trained)) for each in _products(found)))
+    products = _products(found)
+    needed = flows or any(each.p in trained for each in products)
+    attention = _BACKWARD_ATTENTION * _attention_flops(found) * needed
+    return round(sum(each.flops * (flows + (each.p in trained)) for each in products) + attention)
 
 
 def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
@@ -80,13 +128,17 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     transformers 5).
     """
     products = _products(found)
+    adapted = next((each.p.dtype for each in products if not each.factor), torch.float32)
 
-    def nbytes(each: _Product, width: int) -> float:
-        return width * each.rows * (dtype or each.p.dtype).itemsize
+    def nbytes(each: _Product, elements: float) -> float:
+        return elements * (dtype or each.p.dtype).itemsize
 
     written_out = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
-    more = written_out * max((nbytes(each, each.outputs) for each in products), default=0)
-    return round(sum(nbytes(each, each.inputs + each.outputs) for each in products) + more)
+    widest = max((nbytes(each, each.outputs * each.rows) for each in products), default=0)
+    kept = sum(
+        nbytes(each, each.kept(cast=dtype is None and each.p.dtype != adapted)) for each in products
+    )
+    return round(kept + written_out * widest)
 
 
 def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from ..facts.machine import Machine
 from ..facts.tier import Tier
 from ..planning.plan import Plan
+from ..planning.products import set_sequence
 from .gains import Make, planner
 from .shapes import SHAPES, plan_model, quantised_by
 from .skeletons import add_lora
@@ -59,8 +60,13 @@ def recipes(lora_rank: int = LORA_RANK, name: str | None = None) -> list[Recipe]
     ]
 
 
-def model_for(name: str, lora_rank: int | None, frozen: str | None = None) -> nn.Module:
+def model_for(
+    name: str, lora_rank: int | None, frozen: str | None = None, seq: int | None = None
+) -> nn.Module:
     """The model of that name for a plan, its weights frozen beside LoRA, where a rank is given.
+
+    Args:
+        seq: tokens of a sequence, to count attention scores; ``None``: they are not counted.
 
     Raises:
         ValueError, OffloadError: as for ``plan_model``; no place for LoRA in it; a ``frozen``
@@ -71,21 +77,26 @@ def model_for(name: str, lora_rank: int | None, frozen: str | None = None) -> nn
     model = plan_model(name)
     if lora_rank is not None:
         add_lora(model, lora_rank)
+    if seq is not None:
+        set_sequence(model, seq)
     return model
 
 
 def choices(
     name: str, options: Mapping[str, Any], machine: Machine | None, tokens: int,
-    lora_rank: int = LORA_RANK,
+    lora_rank: int = LORA_RANK, seq: int | None = None,
 ) -> list[Choice]:  # fmt: skip
     """Each way with the budgets that ``options`` give, and with the least host memory.
+
+    Args:
+        seq: see ``model_for``.
 
     Raises:
         ValueError, BudgetError: as ``plan`` does.
     """
     found: list[Choice] = []
     for recipe in recipes(lora_rank, name):
-        make = planner(model_for(name, recipe.lora_rank), {**options, **recipe.options})
+        make = planner(model_for(name, recipe.lora_rank, seq=seq), {**options, **recipe.options})
         quick = {"every_update": False}
         whole = make(machine, tokens, quick)
         found.append(Choice(recipe, whole))
@@ -116,12 +127,13 @@ def least_budget(
 
 
 def largest(
-    options: Mapping[str, Any], machine: Machine | None, tokens: int, lora_rank: int | None = None
-) -> tuple[str, Plan]:
+    options: Mapping[str, Any], machine: Machine | None, tokens: int,
+    lora_rank: int | None = None, seq: int | None = None,
+) -> tuple[str, Plan]:  # fmt: skip
     """The named shape with the most parameters that fits, or the smallest, which does not."""
     name, plan = "", None
     for name in reversed(_by_size()):
-        make = planner(model_for(name, lora_rank, options.get("frozen")), options)
+        make = planner(model_for(name, lora_rank, options.get("frozen"), seq), options)
         plan = make(machine, tokens, {"every_update": False})
         if plan.fits:
             break
