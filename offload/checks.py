@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from .movement.accelerators.choose import Accelerator
 from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
 from .params.param_handle import managed
+from .planning.models import named_models
 from .planning.sections import Sections
 from .private import bitsandbytes_private, peft_private, torch_private
 
@@ -58,6 +60,29 @@ def check_model(
                     "not in the model; build the optimizer from model.parameters(), or wrap all "
                     "models that it trains together: wrap({'a': a, 'b': b}, optimizer)"
                 )
+
+
+def check_sources(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
+) -> None:
+    """Check that none of several models would be used untrained with random weights.
+
+    Raises:
+        ModelError: a model is on meta, nothing in it is trained, and no files are given for it.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, each in named_models(model).items():
+        given = config.weights is not None and (
+            not isinstance(config.weights, Mapping) or name in config.weights
+        )
+        params = list(each.parameters())
+        if given or config.init is not None or not params:
+            continue
+        if all(p.is_meta and id(p) not in trained for p in params):
+            raise ModelError(
+                f"model {name!r} is on meta, is not trained, and has no files, so its weights "
+                f"would be random; name its files, weights={{{name!r}: PATH, ...}}, or pass init="
+            )
 
 
 def check_modules(model: nn.Module) -> None:

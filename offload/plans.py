@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .activations.known_code import known
-from .checks import check_devices, check_model, check_moments, check_packed
+from .checks import check_devices, check_model, check_moments, check_packed, check_sources
 from .closeable import end_unused
 from .config import OffloadConfig
 from .errors import ModelError
@@ -104,6 +104,7 @@ def make_blueprint(
     check_devices(model, accelerator)
     check_packed(model, accelerator, config.weight_dtype)
     check_moments(optimizer, config)
+    check_sources(model, optimizer, config)
     parts = _parts_of(model, optimizer, rules, config)
     budgets = _budgets(config, accelerator, machine)
     coupled = next((rule for rule in rules if isinstance(rule, CoupledRule)), None)

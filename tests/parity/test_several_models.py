@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -363,3 +364,19 @@ def test_a_reference_adds_one_forward_of_its_weights() -> None:
     assert both.beside >= sum(p.nbytes for p in Net(1, depth=12).parameters())
     assert both.planned - alone.planned == pytest.approx(both.beside, rel=0.05)
     assert both.copied - alone.copied == pytest.approx(both.beside, rel=0.15)
+
+
+def test_an_untrained_model_without_weights_is_refused(tmp_path: Path) -> None:
+    """Its weights would be random: a reference model that TRL made, for example."""
+    with overspill.empty_init():
+        models = {"policy": nn.Linear(8, 8), "reference": nn.Linear(8, 8)}
+    optimizer = torch.optim.SGD(models["policy"].parameters(), lr=0.1)
+    with says("name its files, weights={'reference': PATH, ...}"):
+        overspill.wrap(models, optimizer, device=CPU)
+    assert all(p.is_meta for m in models.values() for p in m.parameters())
+    weight, bias = normal(8, 8), normal(8)
+    path = tmp_path / "reference.safetensors"
+    safetensors.torch.save_file({"weight": weight.cpu(), "bias": bias.cpu()}, path)
+    with overspill.wrap(models, optimizer, device=CPU, weights={"reference": path}):
+        x = normal(2, 8)
+        assert torch.equal(models["reference"](x), torch.nn.functional.linear(x, weight, bias))
