@@ -169,11 +169,11 @@ class LentCopies(Generic[K]):
         """Drop copies when the dict that holds them is freed, unless other references exist."""
         if not isinstance(state, OrderedDict) or not lent:
             return
-        number = next(self._numbers)
+        number, finalizing = next(self._numbers), sys.is_finalizing
 
         def freed(_: object) -> None:
-            if torch_private is None:  # the interpreter ends
-                return  # type: ignore[unreachable]
+            if finalizing():  # then modules are being emptied
+                return
             self._dicts.pop(number, None)
             for each in lent:
                 each.freed_with_dict()
