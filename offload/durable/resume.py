@@ -35,7 +35,7 @@ def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> N
     if rule != description["optimizer"]:
         found: str | None = (
             f"it was trained with {description['optimizer']}, not {rule}; pass such an optimizer "
-            "to resume"
+            "to resume (of several, pass all in the order of wrap)"
         )
     else:
         found = difference(description["units"], describe_units(layout), cuts=cuts)
