@@ -277,7 +277,7 @@ def test_several_models_share_the_option() -> None:
     with overspill.wrap(models, torch.optim.SGD(params, lr=0.1), device=SIM, loss="chunked"):
         made = policy(input_ids=batch(0), labels=batch(0))
         assert isinstance(made.logits, DeferredLogits)
-        assert type(value(normal(50, 64))) is torch.Tensor
+        assert type(value(normal(0, 50, 64))) is torch.Tensor
 
 
 def test_what_has_no_head_is_refused_before_anything_changes() -> None:

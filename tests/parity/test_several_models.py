@@ -374,9 +374,9 @@ def test_an_untrained_model_without_weights_is_refused(tmp_path: Path) -> None:
     with says("name its files, weights={'reference': PATH, ...}"):
         overspill.wrap(models, optimizer, device=CPU)
     assert all(p.is_meta for m in models.values() for p in m.parameters())
-    weight, bias = normal(8, 8), normal(8)
+    weight, bias = normal(0, 8, 8), normal(1, 8)
     path = tmp_path / "reference.safetensors"
     safetensors.torch.save_file({"weight": weight.cpu(), "bias": bias.cpu()}, path)
     with overspill.wrap(models, optimizer, device=CPU, weights={"reference": path}):
-        x = normal(2, 8)
+        x = normal(2, 2, 8)
         assert torch.equal(models["reference"](x), torch.nn.functional.linear(x, weight, bias))
