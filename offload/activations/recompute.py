@@ -111,6 +111,7 @@ class Recompute:
         self._proven: set[tuple[int, bool]] = set()  # steady from the next step on
         self._read = set[tuple[int, bool]]()  # whose code was read
         self._changes = Counter[int]()
+        self._told = set[str]()  # reasons in the arguments of units
 
     def begin(
         self, unit: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -130,7 +131,11 @@ class Recompute:
         if small or not wanted:
             return None
         if (why := _obstacle(leaves)) is not None:
-            self._keep(unit, why)
+            if why in self._told:
+                self.units, self.able = self.units - {unit}, self.able - {unit}
+            else:
+                self._told.add(why)
+                self._keep(unit, f"and maybe others, {why}")
             return None
         if not any(
             isinstance(leaf, torch.Tensor) and leaf.device == self._device for leaf in leaves
@@ -412,8 +417,8 @@ def _obstacle(leaves: Sequence[Any]) -> str | None:
             return "is called with a weight"
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             return (
-                f"is called with an object of class {type(leaf).__name__} that it may change (a "
-                "cache? pass use_cache=False)"
+                f"is called with an object of class {type(leaf).__name__} that it may change (for "
+                "a cache, set model.config.use_cache = False)"
             )
     return "runs in compiled code" if torch_private.in_compiled_code() else None
 
