@@ -150,8 +150,10 @@ class OffloadConfig:
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; required by ``update="backward"``, a hint otherwise.
-        units: module names that form units; other units are discovered.
-        resident: module names whose units never leave the device (``device="cpu"``: host memory).
+        units: names of modules that form units, or patterns such as ``"layers.*.mlp"``; other
+            units are discovered.
+        resident: names or patterns of modules whose units never leave the device (with
+            ``device="cpu"``, host memory).
         weights: safetensors file, Hugging Face folder, or folder of
             ``torch.distributed.checkpoint``, to load weights from; for several models, a dict with
             the paths of all or some, by their names.

@@ -52,6 +52,7 @@ from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
+from .planning.unit_discovery import modules_named
 from .planning.whole_updates import WholeUpdates
 from .planning.working_memory import for_layout, of_budgets, working_bytes
 from .private import buffers_private
@@ -252,9 +253,9 @@ def _sources(
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
-    """Return the parameters of the named modules; unknown names are ignored."""
-    modules = dict(model.named_modules())
-    return frozenset(p for name in names if name in modules for p in modules[name].parameters())
+    """Return the parameters of the modules that are named as ``resident``."""
+    found = modules_named(model, names, "resident").values()
+    return frozenset(p for module in found for p in module.parameters())
 
 
 def _recomputable(parts: Partition, policy: str) -> frozenset[int]:

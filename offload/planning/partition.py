@@ -26,7 +26,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .unit_discovery import FoundUnit, find_units, unit_parameters
+from .unit_discovery import FoundUnit, find_units, modules_named, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
 
@@ -281,18 +281,15 @@ def _with_reached(
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:
-    """Return the units that hold the parameters of the named modules.
+    """Return the units that hold the parameters of the named modules; see ``modules_named``.
 
     Raises:
         ValueError: there is no such module, or it holds no parameters.
     """
-    modules = dict(model.named_modules())
     index_of = {id(p): index for index, p in enumerate(parts.parameters)}
     pinned: set[int] = set()
-    for name in names:
-        if name not in modules:
-            raise ValueError(f"resident: the model has no module {name!r}")
-        held = {parts.unit_of[index_of[id(p)]] for p in modules[name].parameters()
+    for name, module in modules_named(model, names, "resident").items():
+        held = {parts.unit_of[index_of[id(p)]] for p in module.parameters()
                 if id(p) in index_of}  # fmt: skip
         if not held:
             raise ValueError(f"resident: module {name!r} holds no parameters")

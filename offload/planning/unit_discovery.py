@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -120,6 +121,34 @@ class _Finder:
         self.found.append(FoundUnit(name or ROOT, module, direct_only))
 
 
+def modules_named(model: nn.Module, names: Iterable[str], option: str) -> dict[str, nn.Module]:
+    """Return modules by name.
+
+    Args:
+        names: full names, or patterns, in which ``*`` stands for one part of a name, as in
+            ``"layers.*.mlp"``.  Matches without parameters do not count.
+        option: the option that has the names, for errors.
+
+    Raises:
+        ValueError: a name or pattern matches no module with parameters.
+    """
+    modules, found = dict(model.named_modules()), dict[str, nn.Module]()
+    for name in names:
+        parts = name.split(".")
+        matching = [name] if name in modules else [
+            each for each in modules
+            if "*" in name and each.count(".") == len(parts) - 1
+            and all(map(fnmatchcase, each.split("."), parts))
+        ]  # fmt: skip
+        if not matching:
+            raise ValueError(f"{option}: the model has no module {name!r}")
+        holding = {each: modules[each] for each in matching if _holds(modules[each])}
+        if not holding:
+            raise ValueError(f"{option}: module {name!r} holds no parameters")
+        found.update(holding)
+    return found
+
+
 def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
     """Return the units of ``model`` in the order of registration.
 
@@ -128,7 +157,8 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
     contains such members.  The remaining modules with parameters become separate units.
 
     Args:
-        names: modules of any kind that form units, in addition to sections of experts.
+        names: modules of any kind that form units, in addition to sections of experts; see
+            ``modules_named``.
 
     Raises:
         ValueError: a name is not a module of the model, a module has no parameters, or a module is
@@ -136,12 +166,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
     """
     modules = dict(model.named_modules())
     named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
-    for name in names or ():
-        if name not in modules:
-            raise ValueError(f"units: the model has no module {name!r}")
-        if not _holds(modules[name]):
-            raise ValueError(f"units: module {name!r} holds no parameters")
-        named[modules[name]] = name
+    named.update({m: n for n, m in modules_named(model, names or (), "units").items()})
     _refuse_parts(modules, named.values())
     finder = _Finder(model, named)
     finder.visit("", model)

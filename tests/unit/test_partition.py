@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.planning.partition import partition
+from overspill.planning.partition import partition, pinned_units
 from overspill.planning.unit_discovery import find_units
 from tests.models import Block, TinyLM
 
@@ -142,3 +142,21 @@ def test_strides_of_dense_parameters_are_kept() -> None:
     parts = partition(nn.Sequential(conv), {})
     spec = parts.units[0].chunks[0].params[0]
     assert spec.stride == conv.weight.stride() != torch.empty(4, 3, 3, 3).stride()
+
+
+def test_patterns_name_modules_of_every_layer() -> None:
+    layers = nn.ModuleList(
+        nn.ModuleDict({"a": nn.Linear(4, 4), "act": nn.ReLU(), "b": nn.Linear(4, 4)})
+        for _ in range(2)
+    )
+    model = nn.ModuleDict({"layers": layers, "out": nn.Linear(4, 4)})
+    parts = partition(model, {}, names=["layers.*.*"])
+    assert [u.name for u in parts.units] == [
+        "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "out"
+    ]  # fmt: skip
+    assert pinned_units(model, parts, ["layers.*.b", "out"]) == {1, 3, 4}
+    for name, message in (
+        ("layers.*.c", "no module"), ("layer.*", "no module"), ("layers.*.act", "no parameters"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            partition(model, {}, names=[name])
