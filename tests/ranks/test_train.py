@@ -15,19 +15,23 @@ from safetensors.torch import load_file
 JOB = ["--model", "gpt2-1m", "--seq", "64", "--device", "cpu", "--host-memory", "1GiB"]
 
 
-def overspill(ranks: int, out: Path, *more: object) -> subprocess.CompletedProcess[str]:
+def overspill(
+    ranks: int, out: Path, *more: object, site: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``site``: a folder with a ``sitecustomize.py``."""
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*start, "overspill", "train", *JOB, "--out", out, *more]
     return subprocess.run(
         [str(each) for each in command], capture_output=True, text=True, timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if site is None else {
+            "PYTHONPATH": str(site)})},
     )  # fmt: skip
 
 
-def run(ranks: int, out: Path, *more: object) -> dict[str, Any]:
-    done = overspill(ranks, out, *more)
+def run(ranks: int, out: Path, *more: object, site: Path | None = None) -> dict[str, Any]:
+    done = overspill(ranks, out, *more, site=site)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((out / "run.json").read_text())
     return found
@@ -69,6 +73,22 @@ def test_ranks_in_both_ways(spread: str, ranks: int, tmp_path: Path) -> None:
     assert losses(run(ranks, tmp_path / "tuned2", *steps, *more)) == pytest.approx(
         losses(one), rel=1e-5
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("spread", ["fsdp", "ddp"])
+def test_losses_in_chunks(spread: str, tmp_path: Path) -> None:
+    """The head is sharded, or its gradients are reduced."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from overspill.logits import rows\nrows.CHUNK_BYTES, rows.LEAST_TOKENS = 65536, 16\n"
+    )
+    steps = ["--steps", 3]
+    plain = losses(run(1, tmp_path / "plain", *steps, "--batch", 4))
+    one = losses(run(1, tmp_path / "one", *steps, "--batch", 4, site=tmp_path))
+    more = ["--batch", 2, "--spread", spread]
+    two = losses(run(2, tmp_path / "two", *steps, *more, site=tmp_path))
+    assert two == pytest.approx(plain, rel=1e-5) and one == pytest.approx(plain, rel=1e-5)
+    assert one != plain  # or there were no chunks
 
 
 @pytest.mark.soak
