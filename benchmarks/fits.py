@@ -55,7 +55,7 @@ def ways(model: str, folder: Path) -> Iterator[Recipe]:
 
 def row(model: str, recipe: Recipe) -> str:
     """One line of the table."""
-    make = planner(model_for(model, recipe.lora_rank), {**OPTIONS, **recipe.options})
+    make = planner(model_for(model, recipe.lora_rank, seq=TOKENS), {**OPTIONS, **recipe.options})
     desktop, *_ = machines()
     diskless = replace(desktop, nvme_memory=None)
     no_disk = {"nvme": None, "nvme_memory": "auto"}
