@@ -123,8 +123,10 @@ class DeferredLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Run a function in chunks if it treats tokens one by one, else on ordinary logits."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        logits = args[0] if args else kwargs.get("input")
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        logits = args[0] if args else None
         if isinstance(logits, DeferredLogits) and not logits.family.ordinary:
             about = name == "__get__" and torch_private.property_name(func) in _PROPERTIES
             if about or name in _ABOUT:
@@ -132,7 +134,7 @@ class DeferredLogits(torch.Tensor):
                     return func(*args, **kwargs)
             # What a backward computes with saved logits must become an ordinary gradient.
             gradient = torch_private.in_backward() and not torch.is_grad_enabled()
-            if args and not gradient and not _has_deferred((tuple(args[1:]), dict(kwargs))):
+            if not gradient and not _has_deferred((tuple(args[1:]), kwargs)):
                 found = _deferred(func, name, logits, tuple(args[1:]), dict(kwargs))
                 if found is not _NO:
                     return found
@@ -237,6 +239,7 @@ def _moved(
         return _NO
     trains = source.trains and name != "detach"
     numbers = itertools.count()
+    given = _copied((args, kwargs))
 
     def made(hidden: torch.Tensor) -> DeferredLogits:
         versions = (source.versions[0], torch_private.version_of(hidden))
@@ -244,7 +247,8 @@ def _moved(
         return DeferredLogits.make(moved, (logits, partial(derive, next(numbers))))
 
     def derive(number: int, values: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch_private.tree_leaves(func(values, *args, **kwargs))[number]
+        mine, more = given
+        found: torch.Tensor = torch_private.tree_leaves(func(values, *mine, **more))[number]
         return found
 
     found = torch_private.tree_map(made, at(source.hidden.shape[-1], source.hidden))
@@ -262,7 +266,7 @@ def _stepped(
     func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return logits after a function that treats tokens one by one."""
-    source, as_called = logits.source, _call(func, args, dict(kwargs))
+    source, called = logits.source, (args, dict(kwargs))
     dim = kwargs.pop("dim", None)
     if func in (torch.softmax, torch.log_softmax) or func.__name__ in ("softmax", "log_softmax"):
         if args and dim is None:
@@ -278,9 +282,8 @@ def _stepped(
         return _NO
     args, kwargs = torch_private.tree_map(
         lambda leaf: leaf.reshape(-1)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, (args, kwargs)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, _copied((args, kwargs))
     )  # fmt: skip
-
     step = _call(func, args, kwargs)
     try:
         probe = step(source.hidden.new_zeros(1, logits.shape[-1]).to(logits.dtype))
@@ -289,7 +292,14 @@ def _stepped(
     if probe.shape != (1, logits.shape[-1]) or probe.device != logits.device:
         return _NO
     after = replace(source, steps=(*source.steps, step), dtype=probe.dtype)
-    return DeferredLogits.make(after, (logits, as_called))
+    return DeferredLogits.make(after, (logits, _call(func, *_copied(called))))
+
+
+def _copied(values: Any) -> Any:
+    """Return arguments with copies of tensors, which may change before they are used."""
+    return torch_private.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, values
+    )
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Derive:

@@ -315,6 +315,24 @@ def test_copies_and_the_head_afterwards_are_ordinary() -> None:
     assert type(head(hidden)) is torch.Tensor and "forward" not in vars(head)
 
 
+def test_arguments_that_change_later(deferred: Any) -> None:
+    head, hidden, target = case(torch.float32)
+    expected = of_nanogpt(head(hidden) * 0.5, target)
+    mask = target > 100
+    chosen = head(hidden)[mask]
+    deferred(head)
+    scale = torch.full((), 0.5, device=DEVICE)
+    scaled, logits = head(hidden) * scale, head(hidden)[mask]
+    scale.fill_(7.0)
+    mask.fill_(False)
+    torch.testing.assert_close(of_nanogpt(scaled, target), expected)
+    assert torch.equal(logits + logits, chosen + chosen)  # ordinary logits
+    loss = functional.cross_entropy(
+        input=head(hidden).flatten(0, 1), target=target.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(loss, of_nanogpt(head(hidden), target) * (target >= 0).sum())
+
+
 def test_views_and_changes_in_place(deferred: Any) -> None:
     head, hidden, _ = case(torch.float32)
     deferred(head)
