@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from .optimizer import OffloadedOptimizer
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
 from .state.torch_state import Make, OptimizerState
+
+log = logging.getLogger("overspill")
 
 # Note [Several optimizers]
 # Each optimizer of a list takes a step of its own, as in plain PyTorch: a step of the engine that
@@ -268,4 +271,11 @@ def in_parts(
     for number in range(len(joint.optimizers)):
         steps.parts.append(OptimizerPart(engine, joint, number, steps))
     engine.model_holds(steps.parts[0])
+    counts = [part.step_count for part in steps.parts]
+    if max(counts) - min(counts) == 1:  # after a crash, not by a schedule of several steps
+        log.warning(
+            "overspill: the optimizers have taken %s steps: if each steps once per iteration, the "
+            "last iteration was committed after some of them. See docs/optimizers.md for commits "
+            "of whole iterations", " and ".join(map(str, counts)),
+        )  # fmt: skip
     return list(steps.parts)
