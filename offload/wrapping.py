@@ -55,8 +55,9 @@ def raise_shortfall(plan: Plan) -> None:
         return
     remedy = ". Also, ".join([first.remedy, *map(str, plan.shortfalls[1:])])
     remedy += plan.detail.about_fitting
+    whole = first.have_bytes if first.of_bytes is None else first.of_bytes
     raise BudgetError(
-        first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes, remedy
+        first.what, first.tier.value, first.need_bytes, first.have_bytes, whole, remedy
     )
 
 

@@ -45,13 +45,14 @@ def shortfall(
     """
     here = left_bytes(layout, budgets)
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE
+    whole = budgets.host if budgets.device is None else budgets.device
     largest = max(range(len(sizes)), key=lambda i: sizes[i], default=0)
     if sizes and sizes[largest] > here:
         what = f"what autograd keeps of unit {layout.units[largest].name!r} while it runs"
         remedy = "use fewer tokens, or smaller units"
         if logits_bytes and layout.units[largest].logits_bytes:
             remedy = "pass loss='chunked', or use fewer tokens"
-        return Shortfall(tier, what, sizes[largest], here, remedy)
+        return Shortfall(tier, what, sizes[largest], here, remedy, whole)
     last = sizes[-1] if sizes else 0
     if policy in ("auto", "recompute"):
         inputs = inputs_of(layout, sizes)

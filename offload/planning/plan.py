@@ -24,8 +24,9 @@ class Shortfall:
     Attributes:
         what: what does not fit.
         need_bytes: bytes that it needs.
-        have_bytes: bytes of the budget.
+        have_bytes: bytes of the budget, or what is left of it.
         remedy: what the user can do.
+        of_bytes: the budget, of which ``have_bytes`` are left; ``None``: they are all of it.
     """
 
     tier: Tier
@@ -33,6 +34,7 @@ class Shortfall:
     need_bytes: int
     have_bytes: int
     remedy: str
+    of_bytes: int | None = None
 
     @property
     def missing_bytes(self) -> int:
@@ -41,10 +43,10 @@ class Shortfall:
 
     def __str__(self) -> str:
         need, have = format_distinct(self.need_bytes, self.have_bytes)
-        return (
-            f"{self.what} needs {need} of {self.tier.value} memory; the budget is {have}; "
-            f"{self.remedy}"
-        )
+        there = f"the budget is {have}"
+        if self.of_bytes is not None:
+            there = f"{have} of the budget of {format_bytes(self.of_bytes)} is left"
+        return f"{self.what} needs {need} of {self.tier.value} memory; {there}; {self.remedy}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A crash between the steps of two optimizers: ``resume`` says that an iteration is half applied."""
+"""A crash between two optimizers' steps: ``resume`` says that an iteration is half applied."""
 
 from __future__ import annotations
 

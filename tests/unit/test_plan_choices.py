@@ -120,7 +120,12 @@ def test_a_plan_takes_the_words_of_a_training_script() -> None:
     asked = [MODEL, "--rates", str(FILE), "--precision", "bf16", "--nvme", "/scratch", "--json"]
     plain = json.loads(call(*asked, "--tokens", "2048").output)
     same = json.loads(call(*asked, "--seq", "1024", "--batch", "2").output)
-    assert plain == same and plain["tokens"] == 2048
+    assert plain["tokens"] == same["tokens"] == 2048
+    sizes = [name for name in plain if name.endswith("_bytes")]
+    assert sizes and all(plain[name] == same[name] for name in sizes)
+    longer = json.loads(call(*asked, "--seq", "65536").output)
+    fewer = json.loads(call(*asked, "--seq", "1024", "--batch", "64").output)
+    assert longer["bound_s"] > 1.3 * fewer["bound_s"]  # attention
     lora = json.loads(call(*asked, "--tokens", "2048", "--lora-rank", "8").output)
     assert lora["step_s"] < plain["step_s"]
     again = json.loads(call(*asked, "--tokens", "2048", "--recompute").output)
