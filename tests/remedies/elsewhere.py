@@ -28,6 +28,15 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
+    ("offload/activations/recompute.py", "set model.config.use_cache = False"): (
+        "tests/parity/test_activations.py::test_a_cache_is_not_filled_twice"
+    ),
+    ("offload/checks.py", "weights={{}: PATH, ...}, or pass init="): (
+        "tests/parity/test_several_models.py::test_an_untrained_model_without_weights_is_refused"
+    ),
+    ("offload/joint_steps.py", "See docs/optimizers.md for commits"): (
+        "tests/optimizers/test_half_iterations.py::test_whole_iterations_are_committed"
+    ),
     ("offload/ranks/optimizer.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
