@@ -76,6 +76,7 @@ class DeferredLogits(torch.Tensor):
     _derived: tuple[DeferredLogits, Derive] | None
     _ordinary: torch.Tensor | None
     _has_graph: bool
+    _node: Any  # its own place in the graph
 
     @staticmethod
     def make(
@@ -86,6 +87,8 @@ class DeferredLogits(torch.Tensor):
         Args:
             derived: other logits, and how these result from them.
         """
+        if not torch.is_grad_enabled():
+            source = replace(source, hidden=source.hidden.detach(), trains=False)
         like, shape = source.hidden, (*source.hidden.shape[:-1], source.head.out_features)
         made = joined(
             source,
@@ -94,6 +97,8 @@ class DeferredLogits(torch.Tensor):
         assert isinstance(made, DeferredLogits)
         made.source, made._derived, made._ordinary = source, derived, None
         made._has_graph = torch.is_grad_enabled()
+        with torch_private.without_overrides():
+            made._node = made.grad_fn
         made.family = _Family() if derived is None else derived[0].family
         made.family.members.add(made)
         return made
@@ -113,6 +118,15 @@ class DeferredLogits(torch.Tensor):
         self.family.ordinary = True
         return self._ordinary
 
+    def require_own_graph(self) -> None:
+        """Raise ``ModelError`` if a ``torch.autograd.Function`` has returned these logits."""
+        with torch_private.without_overrides():
+            if self.grad_fn is not self._node and self._ordinary is None:
+                raise ModelError(
+                    "a torch.autograd.Function has returned logits that loss='chunked' has not "
+                    "computed, so its backward would be left out; leave loss out"
+                )
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Describe the logits without computing them."""
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -127,6 +141,8 @@ class DeferredLogits(torch.Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         logits = args[0] if args else None
+        if isinstance(logits, DeferredLogits):
+            logits.require_own_graph()
         if isinstance(logits, DeferredLogits) and not logits.family.ordinary:
             about = name == "__get__" and torch_private.property_name(func) in _PROPERTIES
             if about or name in _ABOUT:
@@ -170,11 +186,14 @@ def _on_values(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
     """Run a function on ordinary logits."""
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     keep = changes or torch.is_grad_enabled()
-    logits = args[0] if args else None
-    if isinstance(logits, DeferredLogits) and not logits.family.ordinary:
-        if changes and len(logits.family.members) > 1:
+    out = kwargs.get("out")
+    logits = out if isinstance(out, DeferredLogits) else args[0] if args else None
+    changes = changes or logits is out is not None
+    if isinstance(logits, DeferredLogits):
+        others = [each for each in logits.family.members if each is not logits]
+        if changes and any(each._ordinary is None for each in others):
             raise ModelError(_CHANGED)
-        if name in _WATCHES and logits.family.used:
+        if not logits.family.ordinary and name in _WATCHES and logits.family.used:
             raise ModelError(
                 f"{name}: loss='chunked' has computed the loss without these logits, so they get "
                 "no gradient; leave loss out to watch it"
@@ -237,6 +256,8 @@ def _moved(
                for a, b in pairs)  # fmt: skip
     if not kept:
         return _NO
+    if not _keeps_vocabulary(func, name, logits, args, kwargs):
+        return _NO
     trains = source.trains and name != "detach"
     numbers = itertools.count()
     given = _copied((args, kwargs))
@@ -253,6 +274,27 @@ def _moved(
 
     found = torch_private.tree_map(made, at(source.hidden.shape[-1], source.hidden))
     return iter(found) if name == "__iter__" else found
+
+
+def _keeps_vocabulary(
+    func: Any, name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a selection leaves out no part of the vocabulary, such as ``[..., :500]``."""
+    if name not in ("__getitem__", "chunk", "narrow", "select", "split"):
+        return True
+    index = args[0] if args else None
+    items = index if isinstance(index, tuple) else (index,)
+    if name == "__getitem__" and any(isinstance(i, (torch.Tensor, list)) for i in items):
+        used = sum(
+            i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else i is not None
+            for i in items
+        )
+        return Ellipsis not in [i for i in items if not isinstance(i, torch.Tensor)] and (
+            used < logits.dim()
+        )
+    shape = logits.shape
+    found = func(logits.source.hidden.new_zeros(()).expand(*shape), *args, **kwargs)
+    return all(t.shape[-1:] == shape[-1:] for t in torch_private.tree_leaves(found))
 
 
 _LAST = ((_ROWS[0],), (_ROWS[1],))
@@ -352,7 +394,7 @@ def _reduced(
     rows = [i.reshape(-1, i.shape[-1]) for i in indices]
     found = per_token(logits.source, function, rows)
     logits.family.used = True
-    return found.view(*tokens, *found.shape[1:])
+    return found.reshape((*tokens, *found.shape[1:]))
 
 
 def _loss(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ def head_of(model: nn.Module) -> nn.Linear:
             "layer from its hidden states to its vocabulary; leave loss out"
         )
     plain = isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward
+    plain = plain and ("forward" not in vars(found) or found in _HEADS)
     if not plain or "weight" not in own_parameters(found) or not found.weight.is_floating_point():
         raise ModelError(
             f"loss='chunked' needs a plain nn.Linear as the head, and this one is a "
@@ -101,7 +101,7 @@ class DeferredHeads:
         for head, version in heads:
             self._before.append((head, head.__dict__.get("forward")))
             _HEADS[head] = version
-            head.__dict__["forward"] = MethodType(_forward, head)
+            head.__dict__["forward"] = partial(_forward, head)
 
     @staticmethod
     def of_engine(
@@ -132,7 +132,10 @@ def _forward(self: nn.Linear, input: Any) -> Any:
     autocast = autocast_dtype(input.device.type)
     dtype = self.weight.dtype if autocast is None else autocast
     versions = version(), torch_private.version_of(input)
-    return DeferredLogits.make(Source(self, input, (), dtype, autocast, version, versions))
+    trains = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+    return DeferredLogits.make(
+        Source(self, input, (), dtype, autocast, version, versions, trains=trains)
+    )
 
 
 def _is_long(head: nn.Linear, hidden: Any) -> bool:

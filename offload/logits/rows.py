@@ -142,7 +142,7 @@ def per_token(source: Source, function: Function, rows: Sequence[torch.Tensor]) 
     Args:
         rows: tensors with a row for each token; they get no gradient.
     """
-    work = _Work(source, function, tuple(rows))
+    work = _Work(source, function, tuple(row.clone() for row in rows))
     found: torch.Tensor = source.call(lambda: _PerToken.apply(work, source.hidden, *source.trained))
     return found
 
@@ -160,7 +160,7 @@ def total(
         values = per_token(source, function, rows)
         summed = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
         return (summed if count is None else summed / count).to(values.dtype)
-    work = _Work(source, function, tuple(rows))
+    work = _Work(source, function, tuple(row.clone() for row in rows))
     found: torch.Tensor = source.call(
         lambda: _Total.apply(work, count, source.hidden, *source.trained)
     )
@@ -273,8 +273,8 @@ class _PerToken(torch.autograd.Function):
         return torch.cat(work.values())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
+        _refuse_graph()
         return None, *_again(ctx.work, given, ctx.needs_input_grad[1:])
 
 
@@ -290,10 +290,18 @@ class _Joined(torch.autograd.Function):
         return made()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
+        _refuse_graph()
         given = given.reshape(-1, given.shape[-1])
         return None, None, *_again(ctx.work, given, ctx.needs_input_grad[2:])
+
+
+def _refuse_graph() -> None:
+    """Raise ``ModelError`` in a backward that is itself differentiated."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "loss='chunked' has no second derivatives (create_graph=True); leave loss out"
+        )
 
 
 def _again(work: _Work, given: torch.Tensor, needs: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -332,8 +340,8 @@ class _Total(torch.autograd.Function):
         return (summed if count is None else summed / count).to(values[0].dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
+        _refuse_graph()
         return (
             None,
             None,

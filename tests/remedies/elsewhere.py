@@ -37,6 +37,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/joint_steps.py", "See docs/optimizers.md for commits"): (
         "tests/optimizers/test_half_iterations.py::test_whole_iterations_are_committed"
     ),
+    ("offload/logits/deferred.py", "computed, so its backward would be left out; leave loss out"): (
+        "tests/unit/test_logits.py::test_what_would_be_left_out_is_refused"
+    ),
+    ("offload/logits/rows.py", "no second derivatives (create_graph=True); leave loss out"): (
+        "tests/unit/test_logits.py::test_what_would_be_left_out_is_refused"
+    ),
     ("offload/ranks/optimizer.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),

@@ -404,3 +404,57 @@ def test_where_the_head_is() -> None:
         head_of(own)
     nn.utils.parametrize.remove_parametrizations(own[3], "weight")
     assert head_of(own) is own[3]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 5 * given
+
+
+def test_what_would_be_left_out_is_refused(deferred: Any) -> None:
+    head, hidden, target = case(torch.float32)
+    hidden.requires_grad_()
+
+    def penalty(loss: Loss) -> torch.Tensor:
+        (found,) = torch.autograd.grad(loss(head(hidden), target), hidden, create_graph=True)
+        return found.square().sum()
+
+    wanted = [penalty(loss).detach() for loss in (of_nanogpt, selected)]  # without the option
+    scaled = of_nanogpt(Scaled.apply(head(hidden)), target)
+    deferred(head)
+    assert all(torch.isfinite(each) for each in (*wanted, scaled))
+    for loss in (of_nanogpt, selected):
+        with pytest.raises(overspill.OffloadError, match="no second derivatives"):
+            penalty(loss)
+    with pytest.raises(overspill.OffloadError, match="its backward would be left out"):
+        of_nanogpt(Scaled.apply(head(hidden)), target)
+
+
+@pytest.mark.parametrize("use", [
+    lambda z, t: z[..., :500].logsumexp(-1).mean(),
+    lambda z, t: sum(part.logsumexp(-1).mean() for part in z.split(500, -1)),
+    lambda z, t: z[0, -1].logsumexp(-1),
+    lambda z, t: z.softmax(-1).detach().gather(-1, t.clamp(min=0)[..., None]).mean(),
+])  # fmt: skip
+def test_parts_of_the_vocabulary_and_single_tokens(use: Any, deferred: Any) -> None:
+    head, hidden, target = case(torch.float32)
+    expected = use(head(hidden), target)
+    torch.testing.assert_close(use(deferred(head)(hidden), target), expected)
+
+
+def test_logits_without_a_graph_get_none_later(deferred: Any) -> None:
+    head, hidden, target = case(torch.float32)
+    deferred(head)
+    with torch.no_grad():
+        logits = head(hidden)
+    assert not selected(logits, target).requires_grad
+    assert not of_nanogpt(logits, target).requires_grad
+    made = head(hidden)
+    with torch.no_grad():
+        weight = made.softmax(-1)
+    assert not weight.gather(-1, target.clamp(min=0)[..., None]).requires_grad
