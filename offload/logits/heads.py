@@ -44,8 +44,8 @@ def head_of(model: nn.Module) -> nn.Linear:
     plain = plain and ("forward" not in vars(found) or found in _HEADS)
     if not plain or "weight" not in own_parameters(found) or not found.weight.is_floating_point():
         raise ModelError(
-            f"loss='chunked' needs a plain nn.Linear as the head, and this one is a "
-            f"{type(found).__name__}; leave loss out, or leave adapters away from the head"
+            "loss='chunked' needs a plain nn.Linear with nn.Linear's own forward as the head, not "
+            f"this {type(found).__name__}; leave loss out, or leave adapters away from the head"
         )
     assert isinstance(found, nn.Linear)
     return found
