@@ -46,6 +46,7 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+_MEMORY = frozenset({"__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"})
 _WATCHES = frozenset({"register_hook", "retain_grad"})
 _ROWS = 7, 11  # two sizes of a last dimension, to see what a function does to it
 
@@ -185,10 +186,11 @@ def _has_deferred(values: Any) -> bool:
 def _on_values(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function on ordinary logits."""
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    keep = changes or torch.is_grad_enabled()
     out = kwargs.get("out")
     logits = out if isinstance(out, DeferredLogits) else args[0] if args else None
     changes = changes or logits is out is not None
+    # Memory whose address is taken must live as long as the logits.
+    keep = changes or torch.is_grad_enabled() or name in _MEMORY or name == "__get__"
     if isinstance(logits, DeferredLogits):
         others = [each for each in logits.family.members if each is not logits]
         if changes and any(each._ordinary is None for each in others):
@@ -285,10 +287,13 @@ def _keeps_vocabulary(
     index = args[0] if args else None
     items = index if isinstance(index, tuple) else (index,)
     if name == "__getitem__" and any(isinstance(i, (torch.Tensor, list)) for i in items):
+        masks = torch.bool, torch.uint8
         used = sum(
-            i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else i is not None
+            i.dim() if isinstance(i, torch.Tensor) and i.dtype in masks else i is not None
             for i in items
         )
+        if any(isinstance(i, list) for i in items) or isinstance(items[-1], slice):
+            return False
         return Ellipsis not in [i for i in items if not isinstance(i, torch.Tensor)] and (
             used < logits.dim()
         )

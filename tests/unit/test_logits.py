@@ -439,6 +439,8 @@ def test_what_would_be_left_out_is_refused(deferred: Any) -> None:
     lambda z, t: z[..., :500].logsumexp(-1).mean(),
     lambda z, t: sum(part.logsumexp(-1).mean() for part in z.split(500, -1)),
     lambda z, t: z[0, -1].logsumexp(-1),
+    lambda z, t: z[(t > 100).tolist(), :500].logsumexp(-1).mean(),
+    lambda z, t: z[t > 100, :500].logsumexp(-1).mean(),
     lambda z, t: z.softmax(-1).detach().gather(-1, t.clamp(min=0)[..., None]).mean(),
 ])  # fmt: skip
 def test_parts_of_the_vocabulary_and_single_tokens(use: Any, deferred: Any) -> None:
@@ -458,3 +460,14 @@ def test_logits_without_a_graph_get_none_later(deferred: Any) -> None:
     with torch.no_grad():
         weight = made.softmax(-1)
     assert not weight.gather(-1, target.clamp(min=0)[..., None]).requires_grad
+
+
+def test_results_written_into_logits(deferred: Any) -> None:
+    head, hidden, _ = case(torch.float32)
+    deferred(head)
+    with torch.no_grad():
+        logits = head(hidden)
+        torch.mul(torch.zeros(V, device=DEVICE), torch.ones(B, S, V, device=DEVICE), out=logits)
+        assert not logits.any()
+        logits = head(hidden)
+        assert logits.data_ptr() == logits.data_ptr() == logits.values().data_ptr()
