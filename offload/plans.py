@@ -15,10 +15,15 @@ from .activations.known_code import known
 from .checks import check_devices, check_model, check_moments, check_packed, check_sources
 from .closeable import end_unused
 from .config import OffloadConfig
-from .errors import ModelError
 from .facts.machine import Machine
 from .facts.tier import Tier
-from .logits.heads import DeferredHeads, are_deferred, deferred_heads, heads_in
+from .logits.heads import (
+    DeferredHeads,
+    are_deferred,
+    deferred_heads,
+    heads_in,
+    require_heads,
+)
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
@@ -129,8 +134,7 @@ def make_blueprint(
     def planned(heads: tuple[nn.Linear, ...]) -> tuple[Workload, PlannedLayout]:
         """Plan for heads that defer their logits."""
         load = _workload(model, parts, config, example, heads)
-        apart = {unit for unit, found in parts.running if found.module in heads}
-        given = replace(needs, recomputable=needs.recomputable - apart)
+        given = replace(needs, recomputable=needs.recomputable - parts.units_of(heads))
         if rules and (sizes := load.saved_bytes(parts.units)) is not None:
             given = replace(given, saved_bytes=tuple(sizes))
 
@@ -147,12 +151,11 @@ def make_blueprint(
             chosen = copied_if_better(chosen, asked, choose)
         return load, chosen
 
-    heads = heads_in(model) if config.loss == "chunked" else deferred_heads(model)
+    heads = require_heads(model) if config.loss == "chunked" else deferred_heads(model)
     load, chosen = planned(heads)
     if config.loss == "auto" and not heads:
         short = short_for_activations(chosen, chosen.needs, budgets, load.logits_bytes(parts.units))
-        if short is not None and (found := _heads_if_any(model)):
-            heads = found
+        if short is not None and (heads := heads_in(model)):
             load, chosen = planned(heads)
     others: Mapping[str, float] = {}
     if coupled is not None:
@@ -173,18 +176,11 @@ def _workload(
     logits = not heads or not are_deferred(heads, config.tokens)
     if example is None:
         return Workload(config.tokens, None, logits)
-    new = DeferredHeads((head, lambda: 0) for head in heads if head not in deferred_heads(model))
+    new = DeferredHeads((head, lambda: 0) for head in set(heads) - set(deferred_heads(model)))
     try:
         return Workload(config.tokens, profile_step(model, parts, example), logits)
     finally:
         new.remove()
-
-
-def _heads_if_any(model: nn.Module) -> tuple[nn.Linear, ...]:
-    try:
-        return heads_in(model)
-    except ModelError:
-        return ()
 
 
 def _parts_of(

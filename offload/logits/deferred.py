@@ -13,8 +13,19 @@ import torch
 from torch.nn import functional
 
 from ..errors import ModelError
+from ..params.operations import changes_in_place
 from ..private import torch_private
-from .rows import Source, joined, ordinary, per_token, total
+from .rows import (
+    Function,
+    Source,
+    autocast_dtype,
+    joined,
+    ordinary,
+    per_token,
+    total,
+    under_autocast,
+    without_gradients,
+)
 
 Derive = Callable[[torch.Tensor], torch.Tensor]  # makes logits from other logits
 _NO = NotImplemented
@@ -45,10 +56,10 @@ _REDUCTIONS = frozenset({
     "amax", "amin", "argmax", "argmin", "gather", "logsumexp", "mean", "sum", "take_along_dim",
 })  # fmt: skip
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 _MEMORY = frozenset({"__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"})
-_WATCHES = frozenset({"register_hook", "retain_grad"})
-_ROWS = 7, 11  # two sizes of a last dimension, to see what a function does to it
+# Functions that give out gradients of logits; of properties, ``grad``.
+_WATCHES = frozenset({"grad", "register_hook", "retain_grad"})
+_SIZES = 7, 11  # of a last dimension, to see what a function does to it
 
 
 class _Family:
@@ -57,7 +68,7 @@ class _Family:
     Attributes:
         members: those that are still in use.
         ordinary: ordinary logits exist, and every member is computed from them.
-        used: gradients have been computed in chunks, which reach no logits.
+        used: something with a graph was computed in chunks, so its gradient reaches no logits.
     """
 
     def __init__(self) -> None:
@@ -89,12 +100,13 @@ class DeferredLogits(torch.Tensor):
             derived: other logits, and how these result from them.
         """
         if not torch.is_grad_enabled():
-            source = replace(source, hidden=source.hidden.detach(), trains=False)
-        like, shape = source.hidden, (*source.hidden.shape[:-1], source.head.out_features)
-        made = joined(
-            source,
-            partial(torch_private.make_wrapper, DeferredLogits, like, source.dtype, shape),
+            source = without_gradients(source)
+        hidden, projection = source.hidden, source.projection
+        shape = (*hidden.shape[:-1], projection.head.out_features)
+        wrapper = partial(
+            torch_private.make_wrapper, DeferredLogits, hidden, projection.dtype, shape
         )
+        made = joined(source, wrapper)
         assert isinstance(made, DeferredLogits)
         made.source, made._derived, made._ordinary = source, derived, None
         made._has_graph = torch.is_grad_enabled()
@@ -119,14 +131,11 @@ class DeferredLogits(torch.Tensor):
         self.family.ordinary = True
         return self._ordinary
 
-    def require_own_graph(self) -> None:
-        """Raise ``ModelError`` if a ``torch.autograd.Function`` has returned these logits."""
+    @property
+    def is_own(self) -> bool:
+        """Whether these are the logits of the source, and no ``Function`` has returned them."""
         with torch_private.without_overrides():
-            if self.grad_fn is not self._node and self._ordinary is None:
-                raise ModelError(
-                    "a torch.autograd.Function has returned logits that loss='chunked' has not "
-                    "computed, so its backward would be left out; leave loss out"
-                )
+            return self.grad_fn is self._node
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Describe the logits without computing them."""
@@ -138,33 +147,20 @@ class DeferredLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Run a function in chunks if it treats tokens one by one, else on ordinary logits."""
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
-        logits = args[0] if args else None
-        if isinstance(logits, DeferredLogits):
-            logits.require_own_graph()
-        if isinstance(logits, DeferredLogits) and not logits.family.ordinary:
-            about = name == "__get__" and torch_private.property_name(func) in _PROPERTIES
-            if about or name in _ABOUT:
-                with torch_private.without_overrides():
-                    return func(*args, **kwargs)
-            # What a backward computes with saved logits must become an ordinary gradient.
-            gradient = torch_private.in_backward() and not torch.is_grad_enabled()
-            if not gradient and not _has_deferred((tuple(args[1:]), kwargs)):
-                found = _deferred(func, name, logits, tuple(args[1:]), dict(kwargs))
-                if found is not _NO:
-                    return found
-        return _on_values(func, name, args, kwargs)
+        return _run(func, args, dict(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Run an operation of torch's own code on the values."""
-        if torch_private.mutated_arguments(func, args, kwargs or {}):
-            raise ModelError(_CHANGED)
+        """Run an operation of torch's own code, which sees no graph, on the values."""
+        changed = torch_private.mutated_arguments(func, args, kwargs or {})
+        if any(isinstance(each, DeferredLogits) for each in changed):
+            raise ModelError(
+                "logits that loss='chunked' has not computed cannot be changed in place after a "
+                "torch.autograd.Function has returned them; change a clone(), or leave loss out"
+            )
         args, kwargs = torch_private.tree_map(
             lambda leaf: leaf.values(keep=False).detach()
             if isinstance(leaf, DeferredLogits) else leaf,
@@ -173,33 +169,53 @@ class DeferredLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_CHANGED = (
-    "logits that loss='chunked' has not computed yet cannot be changed in place while other "
-    "tensors that were made from them are in use; change a clone(), or leave loss out"
-)
+@torch_private.not_compiled
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function with deferred logits among its arguments."""
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    if not all(each.is_own for each in _deferred_in((tuple(args), kwargs))):
+        # The gradient must go through the function that returned them, so autograd sees all.
+        with torch_private.without_overrides():
+            return func(*args, **kwargs)
+    logits, name = args[0] if args else None, getattr(func, "__name__", "")
+    of_property = torch_private.property_name(func) if name == "__get__" else ""
+    watches = name in _WATCHES or of_property in _WATCHES
+    watched = _deferred_in((tuple(args), kwargs)) if watches else []
+    if any(each.family.used for each in watched):
+        raise ModelError(
+            "loss='chunked' has computed the loss without these logits, so they get no gradient; "
+            "leave loss out to watch it"
+        )
+    if isinstance(logits, DeferredLogits) and not logits.family.ordinary:
+        if name in _ABOUT or of_property in (*_PROPERTIES, "grad"):
+            with torch_private.without_overrides():
+                return func(*args, **kwargs)
+        # What a backward computes with saved logits must become an ordinary gradient.
+        gradient = torch_private.in_backward() and not torch.is_grad_enabled()
+        if not gradient and not _deferred_in((tuple(args[1:]), kwargs)):
+            found = _deferred(func, name, logits, tuple(args[1:]), dict(kwargs))
+            if found is not _NO:
+                return found
+    return _on_values(func, name, args, kwargs)
 
 
-def _has_deferred(values: Any) -> bool:
-    return any(isinstance(leaf, DeferredLogits) for leaf in torch_private.tree_leaves(values))
+def _deferred_in(values: Any) -> list[DeferredLogits]:
+    leaves = torch_private.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, DeferredLogits)]
 
 
 def _on_values(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function on ordinary logits."""
-    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    out = kwargs.get("out")
-    logits = out if isinstance(out, DeferredLogits) else args[0] if args else None
-    changes = changes or logits is out is not None
+    changed = kwargs.get("out") if "out" in kwargs else args[0] if changes_in_place(func) else None
+    if isinstance(changed, DeferredLogits):
+        # What was made of them before must not see the change, and views of them must.
+        for member in list(changed.family.members):
+            member.values()
     # Memory whose address is taken must live as long as the logits.
-    keep = changes or torch.is_grad_enabled() or name in _MEMORY or name == "__get__"
-    if isinstance(logits, DeferredLogits):
-        others = [each for each in logits.family.members if each is not logits]
-        if changes and any(each._ordinary is None for each in others):
-            raise ModelError(_CHANGED)
-        if not logits.family.ordinary and name in _WATCHES and logits.family.used:
-            raise ModelError(
-                f"{name}: loss='chunked' has computed the loss without these logits, so they get "
-                "no gradient; leave loss out to watch it"
-            )
+    keep = torch.is_grad_enabled() or name in _MEMORY or name == "__get__"
+    if torch_private.in_checkpoint():
+        keep = False  # it counts what is saved, in forward and in the recomputation alike
     given: dict[int, DeferredLogits] = {}
 
     def plain(leaf: Any) -> Any:
@@ -211,7 +227,7 @@ def _on_values(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
     args, kwargs = torch_private.tree_map(plain, (tuple(args), dict(kwargs)))
     made = func(*args, **kwargs)
-    return given.get(id(made), made) if changes else made
+    return made if changed is None else given.get(id(made), made)
 
 
 def _deferred(
@@ -248,25 +264,26 @@ def _moved(
 
     if name in ("view", "reshape") and (kwargs or not _are_sizes(sizes)):
         return _NO
-    one = source.hidden.new_zeros(())
-    try:
-        few, more = (at(n, one.expand(*logits.shape[:-1], n)) for n in _ROWS)
-    except (RuntimeError, IndexError):
-        return _NO  # the logits themselves may be able to do it, or raise a better error
-    pairs = list(zip(torch_private.tree_leaves(few), torch_private.tree_leaves(more), strict=False))
-    kept = all(a.shape[:-1] == b.shape[:-1] and (a.shape[-1:], b.shape[-1:]) == _LAST
-               for a, b in pairs)  # fmt: skip
-    if not kept:
+    if name == "__getitem__" and not _selects_tokens(args[0], logits):
         return _NO
-    if not _keeps_vocabulary(func, name, logits, args, kwargs):
-        return _NO
-    trains = source.trains and name != "detach"
-    numbers = itertools.count()
-    given = _copied((args, kwargs))
+    if name == "split":
+        dim = args[1] if args[1:] else kwargs.get("dim", 0)
+        if dim % logits.dim() == logits.dim() - 1:
+            return _NO
+    if name not in ("__getitem__", "split"):
+        one = source.hidden.new_zeros(())
+        try:
+            few, more = (at(n, one.expand(*logits.shape[:-1], n)) for n in _SIZES)
+        except (RuntimeError, IndexError):
+            return _NO  # the logits themselves may be able to do it, or raise a better error
+        if not _keeps_last(few, more):
+            return _NO
+    numbers, given = itertools.count(), _copied((args, kwargs))
 
     def made(hidden: torch.Tensor) -> DeferredLogits:
-        versions = (source.versions[0], torch_private.version_of(hidden))
-        moved = replace(source, hidden=hidden, versions=versions, trains=trains)
+        moved = replace(source, hidden=hidden, hidden_version=torch_private.version_of(hidden))
+        if name == "detach":
+            moved = without_gradients(moved)
         return DeferredLogits.make(moved, (logits, partial(derive, next(numbers))))
 
     def derive(number: int, values: torch.Tensor) -> torch.Tensor:
@@ -278,31 +295,34 @@ def _moved(
     return iter(found) if name == "__iter__" else found
 
 
-def _keeps_vocabulary(
-    func: Any, name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Return whether a selection leaves out no part of the vocabulary, such as ``[..., :500]``."""
-    if name not in ("__getitem__", "chunk", "narrow", "select", "split"):
-        return True
-    index = args[0] if args else None
+def _keeps_last(few: Any, more: Any) -> bool:
+    """Return whether results of tensors whose last dimensions are ``_SIZES`` differ in it alone."""
+    one, other = _SIZES
+    return all(
+        a.shape[:-1] == b.shape[:-1] and (a.shape[-1:], b.shape[-1:]) == ((one,), (other,))
+        for a, b in zip(
+            torch_private.tree_leaves(few), torch_private.tree_leaves(more), strict=False
+        )
+    )
+
+
+def _selects_tokens(index: Any, logits: DeferredLogits) -> bool:
+    """Return whether an index leaves the last dimension as it is, and last."""
     items = index if isinstance(index, tuple) else (index,)
-    if name == "__getitem__" and any(isinstance(i, (torch.Tensor, list)) for i in items):
-        masks = torch.bool, torch.uint8
-        used = sum(
-            i.dim() if isinstance(i, torch.Tensor) and i.dtype in masks else i is not None
-            for i in items
-        )
-        if any(isinstance(i, list) for i in items) or isinstance(items[-1], slice):
-            return False
-        return Ellipsis not in [i for i in items if not isinstance(i, torch.Tensor)] and (
-            used < logits.dim()
-        )
-    shape = logits.shape
-    found = func(logits.source.hidden.new_zeros(()).expand(*shape), *args, **kwargs)
-    return all(t.shape[-1:] == shape[-1:] for t in torch_private.tree_leaves(found))
+    kinds = int, slice, type(None), type(Ellipsis), torch.Tensor
+    if any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
+        return False
 
+    def used(item: Any) -> int:
+        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+            return item.dim()
+        return int(item is not None and item is not Ellipsis)
 
-_LAST = ((_ROWS[0],), (_ROWS[1],))
+    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    if not items[ellipsis + 1 :] and sum(map(used, items)) < logits.dim():
+        return True  # it does not reach the last dimension
+    last = items[-1]
+    return isinstance(last, slice) and last.indices(logits.shape[-1]) == (0, logits.shape[-1], 1)
 
 
 def _are_sizes(sizes: Sequence[Any]) -> bool:
@@ -331,15 +351,19 @@ def _stepped(
         lambda leaf: leaf.reshape(-1)
         if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, _copied((args, kwargs))
     )  # fmt: skip
-    step = _call(func, args, kwargs)
+    kind = logits.device.type
+    step = _call(func, args, kwargs, kind)
     try:
         probe = step(source.hidden.new_zeros(1, logits.shape[-1]).to(logits.dtype))
     except (RuntimeError, TypeError, ValueError):
         return _NO
     if probe.shape != (1, logits.shape[-1]) or probe.device != logits.device:
         return _NO
-    after = replace(source, steps=(*source.steps, step), dtype=probe.dtype)
-    return DeferredLogits.make(after, (logits, _call(func, *_copied(called))))
+    before = source.projection
+    after = replace(before, steps=(*before.steps, step), dtype=probe.dtype)
+    mine, more = _copied(called)
+    derived = logits, _call(func, mine, more, kind)
+    return DeferredLogits.make(replace(source, projection=after), derived)
 
 
 def _copied(values: Any) -> Any:
@@ -349,9 +373,12 @@ def _copied(values: Any) -> Any:
     )
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Derive:
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Derive:
+    """Return a call of ``func`` under the autocast of now, on devices of that kind."""
+    dtype = autocast_dtype(kind)
+
     def call(t: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = func(t, *args, **kwargs)
+        made: torch.Tensor = under_autocast(kind, dtype, lambda: func(t, *args, **kwargs))
         return made
 
     return call
@@ -385,21 +412,26 @@ def _reduced(
         return _NO
     named = func.__name__
 
-    def function(t: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-        given = {**kwargs, "dim": -1}
+    def reduce(t: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor
         if named == "gather":
             found = torch.gather(t, -1, rows[0])
         elif named == "take_along_dim":
             found = torch.take_along_dim(t, rows[0], -1)
         else:
-            found = func(t, *((-1, *plain) if plain else ()), **({} if plain else given))
+            found = func(t, -1, *plain, **kwargs)
         return found
 
-    rows = [i.reshape(-1, i.shape[-1]) for i in indices]
-    found = per_token(logits.source, function, rows)
-    logits.family.used = True
+    rows = [i.reshape(tokens.numel(), i.shape[-1]) for i in indices]
+    found = per_token(logits.source, _under_autocast_of_now(reduce, logits), rows)
+    logits.family.used |= found.requires_grad
     return found.reshape((*tokens, *found.shape[1:]))
+
+
+def _under_autocast_of_now(function: Function, logits: DeferredLogits) -> Function:
+    kind = logits.device.type
+    dtype = autocast_dtype(kind)
+    return lambda *given: under_autocast(kind, dtype, lambda: function(*given))
 
 
 def _loss(
@@ -422,8 +454,11 @@ def _loss(
         found: torch.Tensor = func(t, few, ignore_index=ignore_index, reduction="none", **more)
         return found
 
-    logits.family.used = True
+    loss = _under_autocast_of_now(function, logits)
     if reduction == "none":
-        return per_token(logits.source, function, [target])
-    count = (target != ignore_index).sum() if reduction == "mean" else None
-    return total(logits.source, function, [target], count)
+        found = per_token(logits.source, loss, [target])
+    else:
+        count = (target != ignore_index).sum() if reduction == "mean" else None
+        found = total(logits.source, loss, [target], count)
+    logits.family.used |= found.requires_grad
+    return found

@@ -16,7 +16,7 @@ from ..planning.partition import Partition
 from ..private import torch_private
 from ..private.module_private import own_parameters
 from .deferred import DeferredLogits
-from .rows import Source, autocast_dtype, chunk_tokens
+from .rows import Projection, Source, Version, autocast_dtype, chunk_tokens
 
 # The heads that defer their logits, with what returns the version of their weights.
 _HEADS = weakref.WeakKeyDictionary[nn.Module, Callable[[], int]]()
@@ -41,7 +41,8 @@ def head_of(model: nn.Module) -> nn.Linear:
             "layer from its hidden states to its vocabulary; leave loss out"
         )
     plain = isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward
-    plain = plain and ("forward" not in vars(found) or found in _HEADS)
+    own = vars(found).get("forward") if plain else None
+    plain = plain and (own is None or _is_ours(own))  # also in a copy of a wrapped model
     if not plain or "weight" not in own_parameters(found) or not found.weight.is_floating_point():
         raise ModelError(
             "loss='chunked' needs a plain nn.Linear with nn.Linear's own forward as the head, not "
@@ -63,20 +64,21 @@ def _largest_head(model: nn.Module) -> nn.Linear | None:
 
 
 def heads_in(model: nn.Module) -> tuple[nn.Linear, ...]:
-    """Return the heads of the language models among one or several models.
+    """Return the heads of one or several models whose logits can be deferred."""
+    found = dict.fromkeys(map(_head_if_any, by_model(model).values()))
+    return tuple(head for head in found if head is not None)
 
-    Raises:
-        ModelError: none of them has a head whose logits can be deferred.
-    """
-    found, errors = list[nn.Linear](), list[ModelError]()
-    for each in by_model(model).values():
-        try:
-            found.append(head_of(each))
-        except ModelError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    return tuple(dict.fromkeys(found))
+
+def _head_if_any(model: nn.Module) -> nn.Linear | None:
+    try:
+        return head_of(model)
+    except ModelError:
+        return None
+
+
+def require_heads(model: nn.Module) -> tuple[nn.Linear, ...]:
+    """Return the same; raise ``ModelError`` if there are none."""
+    return heads_in(model) or tuple(map(head_of, by_model(model).values()))
 
 
 def are_deferred(heads: Iterable[nn.Linear], tokens: int) -> bool:
@@ -87,6 +89,15 @@ def are_deferred(heads: Iterable[nn.Linear], tokens: int) -> bool:
 def deferred_heads(model: nn.Module) -> tuple[nn.Linear, ...]:
     """Return the heads in a model that defer their logits now."""
     return tuple(m for m in model.modules() if isinstance(m, nn.Linear) and m in _HEADS)
+
+
+def defer_logits(model: nn.Module) -> None:
+    """Defer the logits of a model, or of its skeleton in a plan, if it can, until it is freed."""
+    DeferredHeads((head, lambda: 0) for head in heads_in(model))
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _forward
 
 
 class DeferredHeads:
@@ -118,6 +129,8 @@ class DeferredHeads:
         while self._before:
             head, before = self._before.pop()
             _HEADS.pop(head, None)
+            if not _is_ours(head.__dict__.get("forward")):
+                continue  # it was replaced since
             if before is None:
                 head.__dict__.pop("forward", None)
             else:
@@ -130,12 +143,18 @@ def _forward(self: nn.Linear, input: Any) -> Any:
     if version is None or torch.compiler.is_compiling() or not _is_long(self, input):
         return nn.Linear.forward(self, input)
     autocast = autocast_dtype(input.device.type)
-    dtype = self.weight.dtype if autocast is None else autocast
-    versions = version(), torch_private.version_of(input)
-    trains = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
-    return DeferredLogits.make(
-        Source(self, input, (), dtype, autocast, version, versions, trains=trains)
-    )
+    projection = Projection(
+        self, (), self.weight.dtype if autocast is None else autocast, autocast,
+        partial(_version_of, self), _version_of(self),
+        trains=any(p is not None and p.requires_grad for p in (self.weight, self.bias)),
+    )  # fmt: skip
+    return DeferredLogits.make(Source(projection, input, torch_private.version_of(input)))
+
+
+def _version_of(head: nn.Linear) -> Version:
+    count, weight = _HEADS.get(head), head.weight
+    own = torch_private.version_of(weight) if type(weight) is nn.Parameter else None
+    return count, 0 if count is None else count(), own
 
 
 def _is_long(head: nn.Linear, hidden: Any) -> bool:

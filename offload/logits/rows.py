@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +17,8 @@ from ..private import torch_private
 
 # Note [Logits in chunks]
 # The logits of T tokens over a vocabulary of V take T x V elements, and a loss in fp32 needs
-# several tensors of that size.  A ``Head`` returns ``DeferredLogits`` instead: a tensor without
-# values that knows the hidden states.  Functions that treat each token on its own, such as a cross
+# several tensors of that size.  A head returns ``DeferredLogits`` instead: a tensor without values
+# that knows the hidden states.  Functions that treat each token on its own, such as a cross
 # entropy or the log-probability of one token, then run chunk by chunk, and no chunk is kept.
 # Anything else gets ordinary logits, computed at once and with their graph.
 #
@@ -30,6 +30,8 @@ from ..private import torch_private
 # The head's module does not run for a chunk: its weight is read as by any code outside of it, and
 # its unit stays onloaded until the last chunk.
 #
+# Autocast, which may differ between the head and what follows, is that of each call.
+#
 # The size of a chunk depends on shapes alone: results are the same under other budgets.
 
 CHUNK_BYTES = 256 << 20  # of a chunk's logits in fp32
@@ -37,8 +39,12 @@ LEAST_TOKENS = 128  # of a chunk; the product with the weight is slow for fewer
 SLICE_BYTES = 32 << 20  # of the part of the weight's gradient, in fp32, that is added at once
 
 T = TypeVar("T")
+Rows = tuple[torch.Tensor, ...]  # with a row for each token
 Step = Callable[[torch.Tensor], torch.Tensor]  # of logits (tokens, V), to the same shape
 Function = Callable[..., torch.Tensor]  # of logits (tokens, V) and rows, to (tokens, ...)
+# Of a head's weights: the engine that updates them, their version there, and torch's own version,
+# ``None`` while they are offloaded.
+Version = tuple[object, int, int | None]
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -47,28 +53,26 @@ def chunk_tokens(vocabulary: int) -> int:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What logits are computed from.
+class Projection:
+    """A head as it was called, and the steps that follow.
 
     Attributes:
         head: the linear layer.
-        hidden: its input ``(..., H)``.
         steps: applied to its output one after the other.
         dtype: of the logits after the steps.
         autocast: the dtype of autocast when the head was called, or ``None``.
-        version: returns a number that changes with the weights of the head.
-        versions: those of the weights and of ``hidden`` when the head was called.
+        version: returns the version of the weights.
+        called: their version when the head was called.
         trains: whether gradients reach the head.
     """
 
     head: nn.Linear
-    hidden: torch.Tensor
     steps: tuple[Step, ...]
     dtype: torch.dtype
     autocast: torch.dtype | None
-    version: Callable[[], int]
-    versions: tuple[int, int]
-    trains: bool = True
+    version: Callable[[], Version]
+    called: Version
+    trains: bool
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -76,53 +80,70 @@ class Source:
         found = (self.head.weight, self.head.bias) if self.trains else ()
         return [p for p in found if p is not None and p.requires_grad]
 
+    def require_unchanged(self) -> None:
+        """Raise ``ModelError`` if the weights have changed since the head was called."""
+        engine, count, own = self.version()
+        own_then = self.called[2]
+        known = None not in (own, own_then)
+        if (engine, count) != self.called[:2] or (known and own != own_then):
+            raise ModelError(_CHANGED)
+
     def call(self, run: Callable[[], T]) -> T:
-        """Return what ``run`` computes with the weights of the head."""
+        """Return what ``run`` computes with the weights of the head, which may be offloaded."""
         self.require_unchanged()
-        return _reading(self.head.weight, run)
+        weight = self.head.weight
+        if isinstance(weight, PlaceholderParam):  # tied ones belong to the embedding's unit
+            mine = known(weight)
+            found = mine.access.compute({mine.index}, run)
+            if found is not NotImplemented:
+                return found  # type: ignore[no-any-return]
+        return run()
+
+    def linear(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of the head, before the steps."""
+        head = self.head
+        return under_autocast(
+            hidden.device.type, self.autocast,
+            lambda: functional.linear(hidden, head.weight, head.bias),
+        )  # fmt: skip
+
+    def after_steps(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits after all steps."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+
+@dataclass(frozen=True)
+class Source:
+    """What logits are computed from.
+
+    Attributes:
+        hidden: the input ``(..., H)`` of the head.
+        hidden_version: its version when the head was called.
+    """
+
+    projection: Projection
+    hidden: torch.Tensor
+    hidden_version: int
 
     def require_unchanged(self) -> None:
         """Raise ``ModelError`` if the weights or the hidden states have changed."""
-        if self.versions != (self.version(), torch_private.version_of(self.hidden)):
-            raise ModelError(
-                "loss='chunked' has not computed these logits yet, and the weights of the head or "
-                "its input have changed meanwhile; use logits before step(), or leave loss out"
-            )
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of the head, before the steps."""
-        return self._casting(lambda: functional.linear(hidden, self.head.weight, self.head.bias))
-
-    def after_steps(self, logits: torch.Tensor, last: Callable[[torch.Tensor], T]) -> T:
-        """Return what ``last`` makes of the logits after all steps."""
-
-        def run() -> T:
-            made = logits
-            for step in self.steps:
-                made = step(made)
-            return last(made)
-
-        return self._casting(run)
-
-    def _casting(self, run: Callable[[], T]) -> T:
-        kind = self.hidden.device.type
-        if autocast_dtype(kind) == self.autocast:
-            return run()
-        with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
-            return run()
+        self.projection.require_unchanged()
+        if self.hidden_version != torch_private.version_of(self.hidden):
+            raise ModelError(_CHANGED)
 
 
-def _reading(weight: torch.Tensor, run: Callable[[], T]) -> T:
-    """Return what ``run`` computes with a weight, which may be offloaded.
+def without_gradients(source: Source) -> Source:
+    """Return the same source, for logits whose gradient is not wanted."""
+    projection = replace(source.projection, trains=False)
+    return replace(source, projection=projection, hidden=source.hidden.detach())
 
-    The weight of a head that is tied to an embedding belongs to the embedding's unit.
-    """
-    if isinstance(weight, PlaceholderParam):
-        mine = known(weight)
-        found = mine.access.compute({mine.index}, run)
-        if found is not NotImplemented:
-            return found  # type: ignore[no-any-return]
-    return run()
+
+_CHANGED = (
+    "loss='chunked' has not computed these logits yet, and the weights of the head or its input "
+    "have changed meanwhile; use logits before step(), or leave loss out"
+)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -131,9 +152,19 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if on else None
 
 
+def under_autocast(device_type: str, dtype: torch.dtype | None, run: Callable[[], T]) -> T:
+    """Return what ``run`` computes under autocast to ``dtype``; ``None``: without autocast."""
+    if autocast_dtype(device_type) == dtype:
+        return run()
+    with torch.autocast(device_type, dtype, enabled=dtype is not None):
+        return run()
+
+
 def ordinary(source: Source) -> torch.Tensor:
     """Return ordinary logits, with their graph."""
-    return source.call(lambda: source.after_steps(source.logits(source.hidden), lambda made: made))
+    source.require_unchanged()
+    projection = source.projection
+    return projection.call(lambda: projection.after_steps(projection.linear(source.hidden)))
 
 
 def per_token(source: Source, function: Function, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,8 +173,12 @@ def per_token(source: Source, function: Function, rows: Sequence[torch.Tensor]) 
     Args:
         rows: tensors with a row for each token; they get no gradient.
     """
-    work = _Work(source, function, tuple(row.clone() for row in rows))
-    found: torch.Tensor = source.call(lambda: _PerToken.apply(work, source.hidden, *source.trained))
+    source.require_unchanged()
+    work, copies = _Work(source.projection, function), [row.clone() for row in rows]
+    trained = source.projection.trained
+    found: torch.Tensor = source.projection.call(
+        lambda: _PerToken.apply(work, copies, source.hidden, *trained)
+    )
     return found
 
 
@@ -156,22 +191,25 @@ def total(
         function: returns one number per token.
         rows: see ``per_token``.
     """
-    if torch.float16 in (source.autocast, source.hidden.dtype):
+    projection = source.projection
+    if torch.float16 in (projection.autocast, projection.dtype, source.hidden.dtype):
         values = per_token(source, function, rows)
         summed = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
         return (summed if count is None else summed / count).to(values.dtype)
-    work = _Work(source, function, tuple(row.clone() for row in rows))
-    found: torch.Tensor = source.call(
-        lambda: _Total.apply(work, count, source.hidden, *source.trained)
-    )
+    source.require_unchanged()
+    work, given = _Work(projection, function), (tuple(rows), count)
+    # Backward begins with these gradients, so there is no time to offload them.
+    found: torch.Tensor = projection.call(lambda: torch_private.without_saved_tensor_hooks(
+        lambda: _Total.apply(work, given, source.hidden, *projection.trained)
+    ))  # fmt: skip
     return found
 
 
 def joined(source: Source, made: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return ``made()`` as logits of a graph, whose gradient comes from code that the deferred
     logits do not see, such as a ``torch.autograd.Function``."""
-    work = _Work(source, lambda logits: logits, ())
-    found: torch.Tensor = _Joined.apply(work, made, source.hidden, *source.trained)
+    work = _Work(source.projection, lambda logits: logits)
+    found: torch.Tensor = _Joined.apply(work, made, source.hidden, *source.projection.trained)
     return found
 
 
@@ -179,29 +217,32 @@ def joined(source: Source, made: Callable[[], torch.Tensor]) -> torch.Tensor:
 class _Work:
     """A function of logits, chunk by chunk."""
 
-    source: Source
+    projection: Projection
     function: Function
-    rows: tuple[torch.Tensor, ...]
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, ...]]]:
+    def chunks(
+        self, hidden: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[slice, torch.Tensor, Rows]]:
         """Yield tokens with their hidden states and rows."""
-        hidden = _flat(self.source.hidden)
-        size = chunk_tokens(self.source.head.out_features)
-        for start in range(0, max(1, len(hidden)), size):
+        flat = _flat(hidden)
+        size = chunk_tokens(self.projection.head.out_features)
+        for start in range(0, max(1, len(flat)), size):
             part = slice(start, start + size)
-            yield part, hidden[part], tuple(row[part] for row in self.rows)
+            yield part, flat[part], tuple(row[part] for row in rows)
 
-    def values(self) -> list[torch.Tensor]:
+    def values(self, hidden: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the function of each chunk."""
-        return [self._value(self.source.logits(hidden), rows) for _, hidden, rows in self.chunks()]
+        return [
+            self._value(self.projection.linear(few), of_few)
+            for _, few, of_few in self.chunks(hidden, rows)
+        ]
 
-    def _value(self, logits: torch.Tensor, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self.source.after_steps(logits, lambda made: self.function(made, *rows))
+    def _value(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return self.function(self.projection.after_steps(logits), *rows)
 
     def differentiated(
-        self, hidden: torch.Tensor, rows: tuple[torch.Tensor, ...],
-        gradient: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, hidden: torch.Tensor, rows: Rows, gradient: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the function of a chunk, and the gradient of the head's output.
 
         Args:
@@ -209,13 +250,30 @@ class _Work:
         """
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            logits = self.source.logits(hidden)
+            logits = self.projection.linear(hidden)
             with torch.enable_grad():
                 value = self._value(logits.requires_grad_(), rows)
             (found,) = torch.autograd.grad(value, logits, gradient(value.detach()))
             return value.detach(), found
 
         return torch_private.without_saved_tensor_hooks(run)
+
+    def gradients(
+        self, hidden: torch.Tensor, rows: Sequence[torch.Tensor], needs: Sequence[bool],
+        gradient: Callable[[slice, torch.Tensor], torch.Tensor],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
+        """Return the function of each chunk, and the gradients of hidden states and parameters.
+
+        Args:
+            needs: whether hidden states and each of ``Projection.trained`` need a gradient.
+            gradient: returns the gradient of the function, given tokens and their values.
+        """
+        sums, values = _Gradients(self.projection, hidden, needs), []
+        for part, few, of_few in self.chunks(hidden, rows):
+            value, found = self.differentiated(few, of_few, partial(gradient, part))
+            under_autocast(hidden.device.type, None, partial(sums.add, part, few, found))
+            values.append(value)
+        return values, sums.found()
 
 
 def _flat(hidden: torch.Tensor) -> torch.Tensor:
@@ -225,12 +283,11 @@ def _flat(hidden: torch.Tensor) -> torch.Tensor:
 class _Gradients:
     """The gradients of hidden states, weight and bias, summed over chunks."""
 
-    def __init__(self, source: Source, needs: Sequence[bool]) -> None:
-        self._source, self._head = source, source.head
-        hidden = _flat(source.hidden)
-        self._hidden = torch.empty_like(hidden) if needs[0] else None
-        self._trained = source.trained
-        one = len(hidden) <= chunk_tokens(source.head.out_features)
+    def __init__(self, projection: Projection, hidden: torch.Tensor, needs: Sequence[bool]) -> None:
+        self._head, self._shape = projection.head, hidden.shape
+        self._hidden = torch.empty_like(_flat(hidden)) if needs[0] else None
+        self._trained = projection.trained
+        one = len(_flat(hidden)) <= chunk_tokens(self._head.out_features)
         self._sums: dict[int, torch.Tensor] = {}
         for p, needed in zip(self._trained, needs[1:], strict=True):
             dtype = p.dtype if one else torch.promote_types(p.dtype, torch.float32)
@@ -255,27 +312,29 @@ class _Gradients:
             bias += gradient.sum(0, dtype=bias.dtype)
 
     def found(self) -> list[torch.Tensor | None]:
-        """Return the gradient of the hidden states, and those of ``Source.trained``."""
-        hidden = self._hidden
+        """Return the gradient of the hidden states, and those of ``Projection.trained``."""
         sums = [(p, self._sums.pop(id(p), None)) for p in self._trained]
         return [
-            None if hidden is None else hidden.view(self._source.hidden.shape),
+            None if self._hidden is None else self._hidden.view(self._shape),
             *(None if each is None else each.to(p.dtype) for p, each in sums),
         ]
 
 
 class _PerToken(torch.autograd.Function):
-    """A function with a result per token."""
+    """A function with a result per token; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, hidden: torch.Tensor, *_trained: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, work: _Work, rows: list[torch.Tensor], hidden: torch.Tensor,
+        *_trained: torch.Tensor,
+    ) -> Any:  # fmt: skip
         ctx.work = work
-        return torch.cat(work.values())
+        ctx.save_for_backward(hidden, *rows)
+        return torch.cat(work.values(hidden, rows))
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
-        _refuse_graph()
-        return None, *_again(ctx.work, given, ctx.needs_input_grad[1:])
+        return None, None, *_again(ctx, given)
 
 
 class _Joined(torch.autograd.Function):
@@ -287,13 +346,22 @@ class _Joined(torch.autograd.Function):
         *_trained: torch.Tensor,
     ) -> Any:  # fmt: skip
         ctx.work = work
+        ctx.save_for_backward(hidden)
         return made()
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
-        _refuse_graph()
-        given = given.reshape(-1, given.shape[-1])
-        return None, None, *_again(ctx.work, given, ctx.needs_input_grad[2:])
+        return None, None, *_again(ctx, given.reshape(-1, given.shape[-1]))
+
+
+def _again(ctx: Any, given: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gradients, of logits that are computed again; ``given``: of the function."""
+    _refuse_graph()
+    work, (hidden, *rows) = ctx.work, ctx.saved_tensors
+    needs = ctx.needs_input_grad[2:]
+    return work.projection.call(  # type: ignore[no-any-return]
+        lambda: work.gradients(hidden, rows, needs, lambda part, _value: given[part])[1]
+    )
 
 
 def _refuse_graph() -> None:
@@ -304,37 +372,25 @@ def _refuse_graph() -> None:
         )
 
 
-def _again(work: _Work, given: torch.Tensor, needs: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Return the gradients, of logits that are computed again; ``given``: of the function."""
-
-    def run() -> list[torch.Tensor | None]:
-        gradients = _Gradients(work.source, needs)
-        for part, hidden, rows in work.chunks():
-            _, found = work.differentiated(hidden, rows, partial(_given, given[part]))
-            gradients.add(part, hidden, found)
-        return gradients.found()
-
-    return work.source.call(run)
-
-
-def _given(gradient: torch.Tensor, _value: torch.Tensor) -> torch.Tensor:
-    return gradient
-
-
 class _Total(torch.autograd.Function):
     """A sum over tokens, whose gradients are computed in forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, count: torch.Tensor | None, hidden: torch.Tensor,
+        ctx: Any, work: _Work, given: tuple[Rows, torch.Tensor | None], hidden: torch.Tensor,
         *_trained: torch.Tensor,
     ) -> Any:  # fmt: skip
-        needs = ctx.needs_input_grad[2:]
-        if any(needs):
-            values, gradients = _with_gradients(work, count, needs)
+        rows, count = given
+
+        def of_sum(_part: slice, value: torch.Tensor) -> torch.Tensor:
+            one = torch.ones_like(value)
+            return one if count is None else one / count.to(value.dtype)
+
+        if any(ctx.needs_input_grad):
+            values, gradients = work.gradients(hidden, rows, ctx.needs_input_grad[2:], of_sum)
             ctx.save_for_backward(*gradients)
         else:
-            values = work.values()
+            values = work.values(hidden, rows)
         dtype = torch.promote_types(values[0].dtype, torch.float32)
         summed = sum((each.sum(dtype=dtype) for each in values[1:]), values[0].sum(dtype=dtype))
         return (summed if count is None else summed / count).to(values[0].dtype)
@@ -342,28 +398,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> Any:  # type: ignore[override]
         _refuse_graph()
-        return (
-            None,
-            None,
-            *(
-                None if each is None else (each * given).to(each.dtype)
-                for each in ctx.saved_tensors
-            ),
-        )
-
-
-def _with_gradients(
-    work: _Work, count: torch.Tensor | None, needs: Sequence[bool]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Return the function of each chunk, and the gradients of its sum divided by ``count``."""
-
-    def of_sum(value: torch.Tensor) -> torch.Tensor:
-        one = torch.ones_like(value)
-        return one if count is None else one / count.to(value.dtype)
-
-    gradients, values = _Gradients(work.source, needs), []
-    for part, hidden, rows in work.chunks():
-        value, found = work.differentiated(hidden, rows, of_sum)
-        gradients.add(part, hidden, found)
-        values.append(value)
-    return values, gradients.found()
+        gradients = [
+            None if each is None else (each * given).to(each.dtype) for each in ctx.saved_tensors
+        ]
+        return None, None, *gradients

@@ -43,6 +43,14 @@ CASTS = frozenset({
 })  # fmt: skip
 
 
+def changes_in_place(func: Any) -> bool:
+    """Return whether ``func`` changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_":
+        return False
+    return (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
+
+
 def is_view(func: Any) -> bool:
     return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
 
@@ -130,8 +138,9 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             of them, or if they lie in several units, which may not fit at once.
     """
     name = getattr(func, "__name__", "")
-    changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
-    if not torch.is_grad_enabled() or changes or kwargs.get("out") is not None or is_view(func):
+    if not torch.is_grad_enabled() or kwargs.get("out") is not None:
+        return NotImplemented
+    if changes_in_place(func) or is_view(func):
         return NotImplemented
     leaves = torch_private.tree_leaves((tuple(args), dict(kwargs)))
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, PlaceholderParam)}

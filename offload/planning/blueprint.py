@@ -41,7 +41,7 @@ class Blueprint:
     @property
     def head_units(self) -> frozenset[int]:
         """The units of the heads that compute their logits in chunks."""
-        return frozenset(unit for unit, found in self.parts.running if found.module in self.heads)
+        return self.parts.units_of(self.heads)
 
     @property
     def judges(self) -> bool:

@@ -70,6 +70,10 @@ class Partition:
         """The units that run, as (index, module)."""
         return ((u.index, f) for u, f in zip(self.units, self.found, strict=True) if u.runs)
 
+    def units_of(self, modules: Container[nn.Module]) -> frozenset[int]:
+        """Return the units that are among these modules."""
+        return frozenset(unit for unit, found in self.running if found.module in modules)
+
     @cached_property
     def recomputable(self) -> frozenset[int]:
         """The units that can be recomputed: whole modules, except the last unit.

@@ -67,6 +67,12 @@ def of_checkpoint(pair: tuple[Pack, Unpack]) -> bool:
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def in_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` sees what autograd saves now."""
+    pair = top_saved_tensor_hooks() if saved_tensor_hooks_allowed() else None
+    return pair is not None and of_checkpoint(pair)
+
+
 def checkpoint(
     function: Callable[..., None], inputs: Sequence[torch.Tensor]
 ) -> Generator[None, None, None]:

@@ -11,12 +11,12 @@ from torch import nn
 from ..facts.machine import Machine
 from ..facts.rates import Rates
 from ..facts.trace import Trace
+from ..logits.heads import defer_logits
 from ..observe.page import MORE_TOKENS
 from ..planning.bounds import step_flops
 from ..planning.costs import Profile
 from ..planning.plan import Plan
 from ..plans import make_plan
-from .head import defer_logits
 from .skeletons import skeleton_optimizer
 
 GIB = 1 << 30

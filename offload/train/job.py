@@ -16,6 +16,7 @@ from torch import nn
 from ..api import resume, wrap
 from ..facts.stats import MemoryStats
 from ..io_engine.atomic_files import make_folder
+from ..logits.heads import defer_logits
 from ..observe import pictures
 from ..observe.page import RUN, write_page
 from ..optimizer import OffloadedOptimizer
@@ -24,7 +25,6 @@ from ..state.weight_files import SINGLE
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .gains import after_a_run
-from .head import defer_logits
 from .loop import LoopSettings, StepRecord, train
 from .outputs import (
     draw_pictures,

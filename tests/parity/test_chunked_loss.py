@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -268,6 +269,35 @@ def test_generation_has_the_tokens_of_ordinary_logits() -> None:
     expected = model.generate(batch(0), **given)
     with overspill.wrap(model, device=SIM, loss="chunked"):
         assert torch.equal(model.generate(batch(0), **given), expected)
+
+
+def test_a_copy_of_a_wrapped_model_can_be_wrapped() -> None:
+    model = llama()
+    with overspill.wrap(model, adamw(model), device=SIM, loss="chunked"):
+        with overspill.materialized(model):
+            other = copy.deepcopy(model)
+        assert type(other(input_ids=batch(0)).logits) is torch.Tensor
+        with overspill.wrap(other, adamw(other), device=SIM, loss="chunked"):
+            assert isinstance(other(input_ids=batch(0)).logits, DeferredLogits)
+        assert isinstance(model(input_ids=batch(0)).logits, DeferredLogits)
+
+
+def test_a_plan_that_fits_runs() -> None:
+    """The gradient of the head, which waits for backward, takes no room of activations."""
+    options: dict[str, Any] = {
+        "device": SIM, "device_memory": "4MiB", "host_memory": "9MiB", "tokens": B * S,
+        "activations": "host", "update": "step", "rates": overspill.Rates(), "loss": "chunked",
+    }  # fmt: skip
+    model = llama(dtype=torch.float32)
+    while overspill.plan(model, adamw(model), **options).fits:
+        options["host_memory"] = f"{int(options['host_memory'][:-3]) - 1}MiB"
+    options["host_memory"] = f"{int(options['host_memory'][:-3]) + 1}MiB"  # the least
+    with overspill.wrap(model, adamw(model), **options) as optimizer:
+        for step in range(2):
+            model(input_ids=batch(step), labels=batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.memory[overspill.Tier.DEVICE].peak_bytes <= 4 << 20
 
 
 def test_several_models_share_the_option() -> None:

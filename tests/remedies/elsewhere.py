@@ -5,16 +5,16 @@ from __future__ import annotations
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/logits/deferred.py", "change a clone(), or leave loss out"): (
-        "tests/unit/test_logits.py::test_views_and_changes_in_place"
+        "tests/logits/test_uses.py::test_a_function_returns_logits_that_are_changed_in_place"
     ),
     ("offload/logits/deferred.py", "leave loss out to watch it"): (
-        "tests/unit/test_logits.py::test_what_cannot_be_seen_is_refused"
+        "tests/logits/test_uses.py::test_what_cannot_be_seen_is_refused"
     ),
     ("offload/logits/heads.py", "layer from its hidden states to its vocabulary; leave loss out"): (
         "tests/parity/test_chunked_loss.py::test_what_has_no_head_is_refused_before_anything_changes"
     ),
     ("offload/logits/heads.py", "or leave adapters away from the head"): (
-        "tests/unit/test_logits.py::test_where_the_head_is"
+        "tests/logits/test_uses.py::test_where_the_head_is"
     ),
     ("offload/logits/rows.py", "use logits before step(), or leave loss out"): (
         "tests/parity/test_chunked_loss.py::test_logits_of_an_earlier_step_are_refused"
@@ -37,11 +37,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/joint_steps.py", "See docs/optimizers.md for commits"): (
         "tests/optimizers/test_half_iterations.py::test_whole_iterations_are_committed"
     ),
-    ("offload/logits/deferred.py", "computed, so its backward would be left out; leave loss out"): (
-        "tests/unit/test_logits.py::test_what_would_be_left_out_is_refused"
-    ),
     ("offload/logits/rows.py", "no second derivatives (create_graph=True); leave loss out"): (
-        "tests/unit/test_logits.py::test_what_would_be_left_out_is_refused"
+        "tests/logits/test_uses.py::test_second_derivatives_are_refused"
     ),
     ("offload/ranks/optimizer.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
