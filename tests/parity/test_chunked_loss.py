@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import overspill
 from overspill.logits import rows
 from overspill.logits.deferred import DeferredLogits
-from tests.devices import CPU, DEVICE, SIM, normal, plainly
+from tests.devices import CPU, DEVICE, SIM, about_cpu, normal, plainly
 
 transformers = pytest.importorskip("transformers")
 
@@ -282,22 +282,29 @@ def test_a_copy_of_a_wrapped_model_can_be_wrapped() -> None:
         assert isinstance(model(input_ids=batch(0)).logits, DeferredLogits)
 
 
+@about_cpu
 def test_a_plan_that_fits_runs() -> None:
     """The gradient of the head, which waits for backward, takes no room of activations."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SHAPE, "vocab_size": 20_000})
+    )
     options: dict[str, Any] = {
-        "device": SIM, "device_memory": "4MiB", "host_memory": "9MiB", "tokens": B * S,
-        "activations": "host", "update": "step", "rates": overspill.Rates(), "loss": "chunked",
+        "device": "cpu", "tokens": 512, "activations": "host", "update": "step",
+        "rates": overspill.Rates(), "loss": "chunked",
     }  # fmt: skip
-    model = llama(dtype=torch.float32)
-    while overspill.plan(model, adamw(model), **options).fits:
-        options["host_memory"] = f"{int(options['host_memory'][:-3]) - 1}MiB"
-    options["host_memory"] = f"{int(options['host_memory'][:-3]) + 1}MiB"  # the least
-    with overspill.wrap(model, adamw(model), **options) as optimizer:
-        for step in range(2):
-            model(input_ids=batch(step), labels=batch(step)).loss.backward()
+    sizes = range(30, 80)  # MiB
+    least = next(
+        n for n in sizes
+        if overspill.plan(model, adamw(model), **options, host_memory=n << 20).fits
+    )  # fmt: skip
+    assert least > sizes[0]
+    ids = torch.arange(3, 515)[None]
+    with overspill.wrap(model, adamw(model), **options, host_memory=least << 20) as optimizer:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert optimizer.memory[overspill.Tier.DEVICE].peak_bytes <= 4 << 20
 
 
 def test_several_models_share_the_option() -> None:
