@@ -27,17 +27,18 @@ LEFT, WIDTH, STEP = 2.45, 0.98, 1.13
 FOLDER = Path(__file__).parent
 
 
-def main(run: Path | None) -> None:
-    """Draw all pictures, or without ``run`` those that need no run."""
-    draw_tiers(FOLDER / "how-it-works.png")
-    draw_kill(FOLDER / "kill.png")
+def main(run: Path | None, folder: Path = FOLDER) -> None:
+    """Draw all pictures into ``folder``, or without ``run`` those that need no run."""
+    draw_tiers(folder / "how-it-works.png")
+    draw_kill(folder / "kill.png")
     if run is not None:
         from overspill.observe.export import load_trace
-        from overspill.observe.pictures import draw_memory, draw_timeline
+        from overspill.observe.memory_picture import draw_memory
+        from overspill.observe.pictures import draw_timeline
 
         trace = load_trace(run / "trace.json")
-        draw_timeline(trace, FOLDER / "timeline.png")
-        draw_memory(trace, FOLDER / "memory.png")
+        draw_timeline(trace, folder / "timeline.png")
+        draw_memory(trace, folder / "memory.png")
 
 
 def blank(height: float) -> tuple[Figure, Any]:
