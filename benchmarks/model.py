@@ -18,7 +18,8 @@ class Shape:
     ``kv_heads`` and ``inner``, the width of the feed-forward layer, make it a Llama; ``recompute``
     keeps no more of a block for the backward pass than its input; ``on_cpu`` is torch's
     ``save_on_cpu``.  ``chunked``: head and loss in chunks, by torch's own op.  ``lora_rank``: of
-    LoRA beside every matrix of the blocks; nothing else is trained then.
+    LoRA beside every matrix of the blocks; nothing else is trained then.  ``own_mlp``: a GPT's
+    feed-forward layers are modules of their own.
     """
 
     layers: int
@@ -33,10 +34,24 @@ class Shape:
     on_cpu: bool = False
     chunked: bool = False
     lora_rank: int = 0
+    own_mlp: bool = False
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.tokens
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: (..., width)."""
+        made: torch.Tensor = self.down(functional.gelu(self.up(x)))
+        return made
 
 
 class Block(nn.Module):
@@ -48,7 +63,11 @@ class Block(nn.Module):
         self.heads = shape.heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp: FeedForward | None = None
+        if shape.own_mlp:
+            self.mlp = FeedForward(width)
+        else:
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: (batch, tokens, width)."""
@@ -57,8 +76,10 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        x = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return x
+        seen = self.norm2(x)
+        if self.mlp is not None:
+            return x + self.mlp(seen)
+        return x + self.down(functional.gelu(self.up(seen)))
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

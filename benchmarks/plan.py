@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 
 import overspill
+from overspill.blueprints import make_blueprint
 from overspill.planning.plan import Preference
-from overspill.plans import make_blueprint, make_plan
+from overspill.plans import make_plan
 
 from .model import Gpt, Shape, batch_of
 from .results import Column, Comparison, Outcome, number, outcome

@@ -142,6 +142,9 @@ class OffloadConfig:
         loss: ``"chunked"`` computes a language model's logits, and the loss or log-probabilities
             from them, for some tokens at a time; ``"auto"`` does so if the plan finds that the
             logits of ``tokens`` do not fit otherwise; ``None``: as the model's code does.
+        tile: names or patterns of feed-forward layers, such as ``"layers.*.mlp"``, to compute for
+            some tokens at a time, in backward again; ``"auto"``: those of transformers and
+            diffusers if the plan finds that ``tokens`` do not fit otherwise; ``None``: no layer.
         frozen: storage format of untrained matrices, which are unpacked before use: ``"int8"`` (a
             scale per row), ``"nf4"`` (4 bits, as in QLoRA); not for embeddings, the head,
             convolutions and the modules in ``resident``.  ``None``: stored unpacked.
@@ -181,6 +184,7 @@ class OffloadConfig:
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
     loss: Literal["auto", "chunked"] | None = None
+    tile: Literal["auto"] | tuple[str, ...] | None = None
     frozen: Literal["int8", "nf4"] | None = None
     tokens: int = 0
     max_grad_norm: float | None = None
@@ -219,6 +223,8 @@ class OffloadConfig:
         for name in ("units", "resident", "ignore_weights"):
             if values.get(name) is not None:
                 values[name] = _names(values[name], name)
+        if values.get("tile") not in (None, "auto"):
+            values["tile"] = _names(values["tile"], "tile")
         if values.get("weights") is not None:
             values["weights"] = _weights(values["weights"])
         if isinstance(values.get("leave"), Mapping):

@@ -15,6 +15,7 @@ from torch import nn
 
 from .activations.activation_tuner import ActivationTuner
 from .activations.saved import SavedTensors
+from .activations.tiles import TiledLayers
 from .closeable import Closeable
 from .config import OffloadConfig
 from .durable.commits import Commits
@@ -142,6 +143,7 @@ class Engine(Closeable):
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, runtime, weights, guard, trainer, commits))
         hooks.append(DeferredHeads.of_engine(blueprint.heads, parts, ledger.versions))
+        hooks.append(TiledLayers.of_engine(blueprint.tiled, parts, ledger.versions))
         self._figures = _figures_of(runtime, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce

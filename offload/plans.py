@@ -1,358 +1,34 @@
-"""Planning: builds a blueprint from a model, its optimizer and options, without allocating."""
+"""Plans of a run, and the rates of the machine that they need."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .activations.known_code import known
-from .checks import check_devices, check_model, check_moments, check_packed, check_sources
+from .blueprints import make_blueprint, master_of, updates_of
+from .checks import check_model
 from .closeable import end_unused
 from .config import OffloadConfig
 from .facts.machine import Machine
-from .facts.tier import Tier
-from .logits.heads import (
-    DeferredHeads,
-    are_deferred,
-    deferred_heads,
-    heads_in,
-    require_heads,
-)
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
-from .open_engines import untaken
-from .optim import Master, Rule
+from .optim import Rule
 from .optim.bench import Case, case_of
-from .optim.coupled import CoupledRule
-from .optim.formats import granule_of
 from .optim.registry import rules_for
 from .optim.rule import is_whole
-from .optim.streamed import StreamedRule
 from .optim.untrained import NoOptimizer
-from .planning.blueprint import Blueprint
 from .planning.bounds import (
-    device_update_share,
-    device_update_worth,
-    step_bound,
     updated_on_device,
 )
-from .planning.budgets import machine_budgets, require_directories, resolve_budgets
-from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
-from .planning.fitting import (
-    choose_side,
-    copied_if_better,
-    fitting_budgets,
-    left_bytes,
-    short_for_activations,
-)
-from .planning.packing import with_described_pages, with_pages
-from .planning.partition import Partition, partition, pinned_units
-from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
-from .planning.sources import NO_SOURCES, Sources, described_sources
-from .planning.subgroups import StateField
-from .planning.unit_discovery import modules_named
-from .planning.whole_updates import WholeUpdates
-from .planning.working_memory import for_layout, of_budgets, working_bytes
+from .planning.budgets import require_directories
+from .planning.plan import Plan, Preference
 from .private import buffers_private
-from .schedule.units import Chunk
-from .state.adapters import adapter_parameters
-from .state.importing import match_weights, open_weights, other_tensors
-from .state.in_place import read_in_place
-from .step.profiling import profile_step
-
-
-def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:
-    if dtype == torch.bfloat16:
-        return "fp32" if config.master == "fp32" else "split"
-    return "fp32" if dtype == torch.float16 else None
-
-
-def _fields_of(
-    rules: Sequence[Rule], config: OffloadConfig
-) -> Callable[[Chunk], tuple[StateField, ...]]:
-    def fields(chunk: Chunk) -> tuple[StateField, ...]:
-        assert chunk.group is not None
-        master, rule = _master_of(chunk.dtype, config), rules[chunk.group]
-        if is_whole(rule):
-            (spec,) = chunk.params
-            return rule.state_fields(chunk.dtype, master, config.moments, spec.shape)
-        return rule.state_fields(chunk.dtype, master, config.moments)
-
-    return fields
-
-
-def make_blueprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, machine: Machine | None = None,
-    example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = False, numel: int | None = None,
-    description: Mapping[str, Any] | None = None, digests: Container[int] = (),
-) -> Blueprint:  # fmt: skip
-    """Build the blueprint: everything that is decided before anything is allocated.
-
-    Args:
-        example: computes a micro-step; see ``plan``.
-        prefer: use this placement instead of the best one.
-        every_update: also plan the other update modes.
-        numel: elements in a record of state, if a store has fixed it.
-        description: the description of the store to be resumed.
-        digests: the units for which its last commit has a checksum, if they are read in place.
-    """
-    rules = rules_for(optimizer)
-    check_model(model, optimizer, config.weight_dtype)
-    check_devices(model, accelerator)
-    check_packed(model, accelerator, config.weight_dtype)
-    check_moments(optimizer, config)
-    check_sources(model, optimizer, config)
-    parts = _parts_of(model, optimizer, rules, config)
-    budgets = _budgets(config, accelerator, machine)
-    coupled = next((rule for rule in rules if isinstance(rule, CoupledRule)), None)
-    update = _update_mode(config.update, coupled)
-    commit_every = config.commit_every if config.durable and config.nvme is not None else 0
-    parts, sources = _sources(model, parts, config, description, digests)
-    updates = _updates_of(rules, optimizer, config)
-    needs = Needs(
-        _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
-        pinned=pinned_units(model, parts, config.resident or ()),
-        activations=config.activations, recomputable=_recomputable(parts, config.activations),
-        in_place=frozenset(sources.ranges), work_of=updates.work_of,
-    )  # fmt: skip
-    trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
-    if config.master == "split" and torch.bfloat16 not in trained:
-        raise ValueError(
-            f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
-            "precision='bf16' or leave master out"
-        )
-
-    def planned(heads: tuple[nn.Linear, ...]) -> tuple[Workload, PlannedLayout]:
-        """Plan for heads that defer their logits."""
-        load = _workload(model, parts, config, example, heads)
-        given = replace(needs, recomputable=needs.recomputable - parts.units_of(heads))
-        if rules and (sizes := load.saved_bytes(parts.units)) is not None:
-            given = replace(given, saved_bytes=tuple(sizes))
-
-        def choose(needs: Needs) -> PlannedLayout:
-            room, depth = for_layout(budgets, needs), config.prefetch_depth
-            found = choose_layout(parts, room, needs, depth, config.rates, load, prefer)
-            return of_budgets(found, budgets, needs)
-
-        def with_updates(on_device: bool) -> Needs:
-            return _with_updates(given, updates, parts, device=on_device)
-
-        asked, chosen = choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
-        if asked.in_place and description is None:
-            chosen = copied_if_better(chosen, asked, choose)
-        return load, chosen
-
-    heads = require_heads(model) if config.loss == "chunked" else deferred_heads(model)
-    load, chosen = planned(heads)
-    if config.loss == "auto" and not heads:
-        short = short_for_activations(chosen, chosen.needs, budgets, load.logits_bytes(parts.units))
-        if short is not None and (heads := heads_in(model)):
-            load, chosen = planned(heads)
-    others: Mapping[str, float] = {}
-    if coupled is not None:
-        chosen = _because_coupled(chosen, coupled)
-    elif every_update:
-        others = _by_update(chosen, parts, budgets, config, load)
-    plan = _plan_of(chosen, parts, budgets, config, load, others)
-    if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
-        plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
-    return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources, heads)
-
-
-def _workload(
-    model: nn.Module, parts: Partition, config: OffloadConfig,
-    example: Callable[[], torch.Tensor] | None, heads: tuple[nn.Linear, ...],
-) -> Workload:  # fmt: skip
-    """Return the compute of a micro-step; ``heads``: those that defer their logits."""
-    logits = not heads or not are_deferred(heads, config.tokens)
-    if example is None:
-        return Workload(config.tokens, None, logits)
-    new = DeferredHeads((head, lambda: 0) for head in set(heads) - set(deferred_heads(model)))
-    try:
-        return Workload(config.tokens, profile_step(model, parts, example), logits)
-    finally:
-        new.remove()
-
-
-def _parts_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rules: Sequence[Rule], config: OffloadConfig
-) -> Partition:
-    """Divide the model into units, and its parameters into chunks and packed weights."""
-    groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    whole = {number for number, rule in enumerate(rules) if is_whole(rule)}
-    records = [r.state_fields(torch.float32, None, config.moments)
-               for number, r in enumerate(rules) if number not in whole]  # fmt: skip
-    granule = max(map(granule_of, records), default=1)
-    parts = partition(
-        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
-    )
-    if config.frozen is not None:
-        kept = adapter_parameters(model) | _named(model, config.resident or ())
-        parts = with_pages(model, parts, config.frozen, kept)
-    return parts
-
-
-def _budgets(config: OffloadConfig, accelerator: Accelerator, machine: Machine | None) -> Budgets:
-    if machine is not None and machine.host_memory is not None:
-        return machine_budgets(config, machine)
-    there = accelerator.device if accelerator.has_device_memory else None
-    return resolve_budgets(config, there, untaken())
-
-
-def _update_mode(asked: str, coupled: CoupledRule | None) -> str:
-    """Return when updates run.
-
-    Raises:
-        ValueError: a coupled optimizer cannot run then.
-    """
-    if coupled is None:
-        return "next_forward" if asked == "auto" else asked
-    if asked not in ("auto", "step"):
-        raise ValueError(
-            f"update={asked!r} is not possible with {coupled.name}, whose step needs the gradients "
-            "of all parameters at once; leave update out"
-        )
-    return "step"
-
-
-def _sources(
-    model: nn.Module, parts: Partition, config: OffloadConfig,
-    description: Mapping[str, Any] | None, digests: Container[int],
-) -> tuple[Partition, Sources]:  # fmt: skip
-    """Return what can be read in place from ``weights=``, or is in a resumed store.
-
-    Units that are quantised in the files get pages of what the files have.
-
-    Raises:
-        ValueError: the files do not match the model.
-        OffloadError: they are not the files with which the store was made.
-    """
-    if description is not None:
-        parts = with_described_pages(parts, description["units"])
-        return parts, described_sources(description, digests, config.weights)
-    if config.weights is None:
-        return parts, NO_SOURCES
-    files = open_weights(config.weights, model)
-    names = match_weights(files, model, parts)
-    managed = frozenset(map(id, parts.parameters))
-    other_tensors(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
-    return read_in_place(files, names, parts)
-
-
-def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
-    """Return the parameters of the modules that are named as ``resident``."""
-    found = modules_named(model, names, "resident").values()
-    return frozenset(p for module in found for p in module.parameters())
-
-
-def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
-    """Return the units whose forward may be recomputed.
-
-    With ``activations="auto"`` these are only units known to compute the same result again.
-    """
-    if policy != "auto":
-        return parts.recomputable
-    return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
-
-
-def _updates_of(
-    rules: Sequence[Rule], optimizer: torch.optim.Optimizer, config: OffloadConfig
-) -> WholeUpdates:
-    groups, masters = optimizer.param_groups, partial(_master_of, config=config)
-    return WholeUpdates(rules, groups, masters, config.moments)
-
-
-def _with_updates(needs: Needs, updates: WholeUpdates, parts: Partition, *, device: bool) -> Needs:
-    """Return needs with the memory of updates, of which a device runs those of matrices."""
-    host, there, matrices = updates.memory(parts, device=device)
-    return replace(needs, update_bytes=host, device_update_bytes=there, matrices_visit=matrices)
-
-
-def _because_coupled(chosen: PlannedLayout, rule: CoupledRule) -> PlannedLayout:
-    """Return the layout with the reason why it does not fit in host memory, if it does not."""
-    what = f"{rule.name}, which couples parameters, so that it steps all of them in host memory,"
-    remedy = (
-        "raise host_memory, or use an optimizer that updates each parameter on its own, such as "
-        "AdamW"
-    )
-    return replace(chosen, shortfalls=tuple(
-        replace(short, what=what, remedy=remedy) if short.tier is Tier.HOST else short
-        for short in chosen.shortfalls
-    ))  # fmt: skip
-
-
-def _way(rule: StreamedRule) -> str:
-    """Return how an optimizer's own step runs."""
-    return f"{rule.name} steps " + (
-        "all parameters at once" if rule.coupled else "one parameter at a time"
-    )
-
-
-def _plan_of(
-    chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig,
-    load: Workload, step_s_by_update: Mapping[str, float],
-) -> Plan:  # fmt: skip
-    """Build the plan that describes a chosen layout."""
-    layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
-    sizes, logits_bytes = needs.saved_bytes, load.logits_bytes(parts.units)
-    missing = short_for_activations(chosen, needs, budgets, logits_bytes)
-    shortfalls = chosen.shortfalls if missing is None else (missing,)
-    fits, links, bound = not shortfalls, chosen.link_bytes, None
-    if rates is not None and not chosen.shortfalls:
-        bound = step_bound(
-            layout, links, rates, update=needs.update, micro_steps=config.accumulate,
-            tokens=load.tokens * config.accumulate,
-            compute_s=None if profile is None else profile.compute_s * config.accumulate,
-        )  # fmt: skip
-    held = {
-        Tier.DEVICE: layout.regions.device_bytes + needs.device_update_bytes,
-        Tier.HOST: layout.regions.host_bytes
-        + working_bytes(budgets, replace(needs, in_place=layout.in_place)),
-        Tier.NVME: chosen.disk_bytes,
-    }
-    detail = PlanDetail(
-        layout=layout,
-        simulated=chosen.simulated,
-        update=needs.update,
-        accumulate=config.accumulate,
-        step_s_by_update=step_s_by_update,
-        device_update_share=device_update_share(layout),
-        device_update_worth=None if rates is None else device_update_worth(rates),
-        preference=needs.prefer,
-        saved_bytes=None if sizes is None else tuple(sizes),
-        activations_short=missing is not None,
-        left_bytes=left_bytes(layout, for_layout(budgets, needs)),
-        profile=profile,
-        budgets=budgets,
-        fitting={} if fits else fitting_budgets(needs, parts, budgets, logits_bytes),
-        rates=rates,
-        counts_compute=bool(
-            (profile is not None and profile.compute_s)
-            or (load.tokens and rates is not None and rates.device_flops_s)
-        ),
-        loss_in_chunks=not load.logits,
-    )
-    return Plan(
-        fits=fits,
-        shortfalls=shortfalls,
-        placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
-        tier_bytes=held,
-        link_bytes=links,
-        disk_bytes=chosen.disk_bytes,
-        step_s=chosen.step_s if rates is not None else None,
-        bound_s=None if bound is None else bound.seconds,
-        bottleneck=None if bound is None else bound.bottleneck,
-        detail=detail,
-    )
 
 
 def make_plan(
@@ -396,7 +72,7 @@ def _measured_case(
     numel = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     for _, rule in sorted(zip(numel, rules, strict=True), key=lambda each: -each[0]):
         if not is_whole(rule):
-            case = case_of(rule, dtype, _master_of(dtype, config), config.moments)
+            case = case_of(rule, dtype, master_of(dtype, config), config.moments)
             if case is not None:
                 return case
     return None
@@ -429,24 +105,6 @@ def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> No
         )
 
 
-def _by_update(
-    chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Workload
-) -> dict[str, float]:
-    """Return the seconds of a step for each update mode that the options allow."""
-    if chosen.step_s is None or config.rates is None:
-        return {}
-    found = {chosen.needs.update: chosen.step_s}
-    for other in ("step", "backward", "next_forward"):
-        if other in found or (other == "backward" and config.max_grad_norm is not None):
-            continue
-        needs = replace(chosen.needs, update=other)
-        room = for_layout(budgets, needs)
-        step_s = plan_layout(parts, room, needs, config.rates, load).step_s
-        if step_s is not None:
-            found[other] = step_s
-    return found
-
-
 def calibrated(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, *, remeasure: bool = False,
@@ -470,7 +128,7 @@ def calibrated(
             sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
     rules = rules_for(optimizer)
-    products = _updates_of(rules, optimizer, config).products(config.weight_dtype)
+    products = updates_of(rules, optimizer, config).products(config.weight_dtype)
     task = Task(_measured_case(rules, optimizer, dtype, config), dtype, products)
     kept = calibrate(config.nvme or (), accelerator.name, task, remeasure=remeasure)
     rates = kept.for_task(task)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .blueprints import make_blueprint
 from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.commits import Unmanaged, adopt
@@ -29,7 +30,7 @@ from .optimizer import OffloadedOptimizer
 from .planning.blueprint import Blueprint
 from .planning.budgets import beyond_this_machine
 from .planning.plan import Plan
-from .plans import calibrated, make_blueprint
+from .plans import calibrated
 from .private import buffers_private, optimizer_private, torch_private
 from .state.engine_resources import EngineResources
 from .state.loading import load

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ..planning.products import TILED
 from ..private import module_private
 
 _OTHERS = ("transformers.", "peft.tuners.lora.", "peft.tuners.tuners_utils")
@@ -76,7 +77,9 @@ def known(module: nn.Module) -> bool:
 def _as_usual(module: nn.Module) -> bool:
     """Return whether nothing runs around the module's forward, and it changes no state."""
     held = type(module) in (nn.ParameterDict, nn.ParameterList)  # these cannot be called
-    if not (held or module_private.calls_as_modules_do(module)) or "forward" in vars(module):
+    if not (held or module_private.calls_as_modules_do(module)) or (
+        "forward" in vars(module) and module not in TILED
+    ):
         return False
     if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
         return False

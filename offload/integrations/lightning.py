@@ -82,7 +82,7 @@ class OverspillStrategy(SingleDeviceStrategy):
             )
         if engine_of(self._module) is None:
             micro_steps = trainer.accumulate_grad_batches
-            own = {"accumulate": micro_steps, "durable": False, "loss": "auto"}
+            own = {"accumulate": micro_steps, "durable": False, "loss": "auto", "tile": "auto"}
             options = {**own, **self._options}
             wrap(self._module, made if len(made) > 1 else made[0], **options)
         else:  # a fit before this one has wrapped the model

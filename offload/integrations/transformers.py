@@ -184,7 +184,7 @@ class _Offloaded(Trainer):
     def _options_for(self) -> dict[str, Any]:
         micro_steps = self.args.gradient_accumulation_steps
         own = {"device": self.args.device, "accumulate": micro_steps, "durable": False}
-        options = {"loss": "auto", **own, **self._options}
+        options = {"loss": "auto", "tile": "auto", **own, **self._options}
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if self.args.bf16 and "precision" not in options and trained == {torch.float32}:
             options["precision"] = "bf16"

@@ -26,6 +26,7 @@ class Blueprint:
     needs: Needs
     sources: Sources = NO_SOURCES
     heads: tuple[nn.Linear, ...] = ()  # which compute their logits in chunks
+    tiled: tuple[nn.Module, ...] = ()  # the layers that run in tiles
 
     @property
     def update(self) -> str:

@@ -30,7 +30,7 @@ def left_bytes(layout: Layout, budgets: Budgets) -> int:
 
 def shortfall(
     layout: Layout, budgets: Budgets, sizes: Sequence[int], policy: str, may: Collection[int],
-    logits_bytes: int = 0,
+    logits_bytes: int = 0, *, could_tile: bool = False,
 ) -> Shortfall | None:  # fmt: skip
     """Return the shortfall for activations; ``None`` if they fit.
 
@@ -42,6 +42,7 @@ def shortfall(
         policy: see ``wrap``.
         may: the units that can be recomputed.
         logits_bytes: the bytes of logits, as a part of ``sizes``.
+        could_tile: whether feed-forward layers could run in tiles, and do not.
     """
     here = left_bytes(layout, budgets)
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE
@@ -52,6 +53,8 @@ def shortfall(
         remedy = "use fewer tokens, or smaller units"
         if logits_bytes and layout.units[largest].logits_bytes:
             remedy = "pass loss='chunked', or use fewer tokens"
+        elif could_tile:
+            remedy = "pass tile='auto', use fewer tokens, or smaller units"
         return Shortfall(tier, what, sizes[largest], here, remedy, whole)
     last = sizes[-1] if sizes else 0
     if policy in ("auto", "recompute"):
@@ -87,7 +90,7 @@ def short_for_activations(
         return None
     return shortfall(
         planned.layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
-        needs.recomputable, logits_bytes,
+        needs.recomputable, logits_bytes, could_tile=needs.could_tile,
     )  # fmt: skip
 
 
@@ -144,7 +147,7 @@ def fitting_budgets(
         if not missing and needs.saved_bytes is not None:
             short = shortfall(
                 layout, for_layout(budgets, needs), needs.saved_bytes, needs.activations,
-                needs.recomputable, logits_bytes,
+                needs.recomputable, logits_bytes, could_tile=needs.could_tile,
             )  # fmt: skip
             missing = () if short is None else (short,)
         if not missing:

@@ -130,6 +130,7 @@ class Needs:
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
     in_place: frozenset[int] = frozenset()  # units that may be read from the user's own files
+    could_tile: bool = False  # whether feed-forward layers could run in tiles, and do not
 
     @property
     def durable(self) -> bool:
@@ -177,6 +178,7 @@ class PlanDetail:
             example.
         loss_in_chunks: the plan counts no whole logits, because the model computes its loss from
             parts of them.
+        tiled: the number of layers that run in tiles.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -199,6 +201,7 @@ class PlanDetail:
     optimizer: str | None = None
     counts_compute: bool = True
     loss_in_chunks: bool = False
+    tiled: int = 0
     pageable_bytes: int = 0
 
     @property
@@ -256,6 +259,8 @@ class PlanDetail:
         room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
         if self.loss_in_chunks:
             room += ", if the loss is computed in chunks"
+        if self.tiled:
+            room += f", with {self.tiled} layers in tiles"
         if self.activation_bytes is None:
             if saved.policy == "keep":
                 return "activations not counted"

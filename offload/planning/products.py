@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Container
 from typing import NamedTuple
 
@@ -40,6 +41,9 @@ class _Product(NamedTuple):
             return (self.inputs + self.outputs) * self.rows
         return min(self.inputs, self.outputs) * self.rows
 
+
+# Layers that run in tiles: they keep only their input, and backward computes them again.
+TILED = weakref.WeakSet[nn.Module]()
 
 # By class, the extra tensors that activation functions written out in Python keep.
 _KEPT_MORE = {
@@ -113,10 +117,18 @@ def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows:
     Each trained matrix takes a product like the one in forward for its gradient.  Each matrix takes
     another one for the gradient of its input, if the gradient ``flows`` to earlier modules.
     """
-    products = _products(found)
+    products, tiled = _products(found), _tiled(found)
     needed = flows or any(each.p in trained for each in products)
     attention = _BACKWARD_ATTENTION * _attention_flops(found) * needed
-    return round(sum(each.flops * (flows + (each.p in trained)) for each in products) + attention)
+    again = sum(each.flops for each in products if each.p in tiled) * needed
+    own = sum(each.flops * (flows + (each.p in trained)) for each in products)
+    return round(own + attention + again)
+
+
+def _tiled(found: FoundUnit) -> set[nn.Parameter]:
+    """Return the parameters of the layers of a unit that run in tiles."""
+    layers = (inner for inner in found.module.modules() if inner in TILED)
+    return {p for layer in layers for p in layer.parameters()}
 
 
 def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
@@ -125,19 +137,28 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     Tensors shared by two products count twice, and norms and attention internals do not count.  In
     transformers with fused attention, these errors about cancel.  Activation functions that are
     written out in Python keep more tensors of the widest product's size than fused ones (counted in
-    transformers 5).
+    transformers 5).  A layer that runs in tiles keeps its input.
     """
-    products = _products(found)
+    tiled = _tiled(found)
+    products = [each for each in _products(found) if each.p not in tiled]
     adapted = next((each.p.dtype for each in products if not each.factor), torch.float32)
 
     def nbytes(each: _Product, elements: float) -> float:
         return elements * (dtype or each.p.dtype).itemsize
 
-    written_out = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
+    layers = [inner for inner in found.module.modules() if inner in TILED]
+    inside = {each for layer in layers for each in layer.modules()}
+    written_out = sum(
+        _KEPT_MORE.get(type(inner).__name__, 0)
+        for inner in found.module.modules() if inner not in inside
+    )  # fmt: skip
     widest = max((nbytes(each, each.outputs * each.rows) for each in products), default=0)
     kept = sum(
         nbytes(each, each.kept(cast=dtype is None and each.p.dtype != adapted)) for each in products
     )
+    for layer in layers:
+        first = next(each for each in layer.modules() if isinstance(each, nn.Linear))
+        kept += first.in_features * (dtype or first.weight.dtype).itemsize
     return round(kept + written_out * widest)
 
 

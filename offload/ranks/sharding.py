@@ -300,6 +300,11 @@ def refuse_options(config: OffloadConfig) -> None:
             "loss='chunked' is not for a sharded model, nor for one inside of "
             "DistributedDataParallel, whose head may be on other ranks; leave it out"
         )
+    if config.tile not in (None, "auto"):
+        raise ValueError(
+            "tile= is not for a sharded model, nor for one inside of DistributedDataParallel; "
+            "leave it out"
+        )
     if config.activations not in ("auto", "keep"):
         raise ValueError(
             f"activations={config.activations!r} is not for a sharded model, nor for one inside of "

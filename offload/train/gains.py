@@ -39,7 +39,7 @@ def planner(model: nn.Module, options: Mapping[str, Any], optimizer: str = "adam
     defer_logits(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
-        given = {**options, "tokens": tokens, **more}
+        given = {"tile": "auto", **options, "tokens": tokens, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
         return make_plan(model, trained_with, given, machine=machine, **how)
 

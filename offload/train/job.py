@@ -314,7 +314,7 @@ def _train_offloaded(
         if ranks.first:
             planned_s, trace = write_traces(optimizer, job.out)
             if not ranks.several:
-                given = {**job.offload, "accumulate": job.accumulate}
+                given = {"tile": "auto", **job.offload, "accumulate": job.accumulate}
                 given["nvme"] = given.get("nvme") or job.resume or None
                 skeleton, tokens = plan_model(job.model), job.batch * job.seq
                 others = after_a_run(skeleton, given, optimizer.plan, trace, tokens)
@@ -339,7 +339,7 @@ def _offloaded(
 ) -> OffloadedOptimizer:
     """Wrap the model, or resume it from the last commit of a store."""
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
-    options = {**job.offload, "accumulate": job.accumulate}
+    options = {"tile": "auto", **job.offload, "accumulate": job.accumulate}
     if options.get("activations") in (None, "auto") and not ranks.several:
         # With this, even the first step is within the budgets.
         options.setdefault("tokens", job.batch * job.seq)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import overspill
+from overspill.blueprints import make_blueprint
 from overspill.planning.plan import Preference
-from overspill.plans import make_blueprint
 from tests.parity.test_properties import drawn_model, drawn_options, fitting, trained
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.blueprints import make_blueprint
 from overspill.facts.rates import Rates
 from overspill.facts.tier import Tier
 from overspill.optim import Field, StepScalars, registry
@@ -23,7 +24,6 @@ from overspill.planning.bounds import device_update_share
 from overspill.planning.choose import choose_layout
 from overspill.planning.plan import Budgets, Needs, Preference
 from overspill.planning.planner import make_layout
-from overspill.plans import make_blueprint
 from overspill.schedule.layout import Layout
 from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train, weights

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.blueprints import make_blueprint
 from overspill.movement.accelerators.sim import SimAccelerator
 from overspill.movement.updates import Updater
 from overspill.planning.plan import Preference
-from overspill.plans import make_blueprint
 from tests.devices import CPU, DEVICE, SIM, about_sim
 from tests.models import TinyLM, adamw, batch
 

@@ -114,11 +114,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("optim/registry.py", "Use torch.optim.AdamW, with moments='int8' for"): (
         "tests/optimizers/test_odd_optimizers.py::test_instead_of_torchaos"
     ),
-    ("offload/plans.py", "of all parameters at once; leave update out"): (
+    ("offload/blueprints.py", "of all parameters at once; leave update out"): (
         "tests/optimizers/test_coupled_optimizers.py::"
         "test_the_plan_says_so_and_other_modes_are_refused"
     ),
-    ("offload/plans.py", "use an optimizer that updates each parameter on its own"): (
+    ("offload/blueprints.py", "use an optimizer that updates each parameter on its own"): (
         "tests/optimizers/test_coupled_optimizers.py::test_what_does_not_fit_in_host_memory_is_told"
     ),
     ("offload/durable/moving.py", "pass one with the options of the run before"): (

@@ -240,7 +240,7 @@ OPTIONS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
        "on_nonfinite='rollback' goes back to the last commit; pass nvme=",
        "use on_nonfinite='rollback', or another update",
        "ignore_weights says what to ignore of weights=; give both or neither")  # fmt: skip
-@tries("offload/plans.py", "pass precision='bf16' or leave master out")
+@tries("offload/blueprints.py", "pass precision='bf16' or leave master out")
 @tries("offload/paths.py", "write '.' for the current directory", "give at least one directory")
 @tries("offload/planning/budgets.py", "is not a directory; create it first")
 @pytest.mark.parametrize(("part", "bad", "good"), OPTIONS, ids=[o[0][:40] for o in OPTIONS])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.blueprints import make_blueprint
 from overspill.errors import OffloadError
 from overspill.facts.trace import Trace
 from overspill.movement.accelerators.base import CopyDone
@@ -21,7 +22,6 @@ from overspill.movement.events import RangeEvents
 from overspill.movement.pools import Arenas
 from overspill.movement.updates import Updater
 from overspill.planning.plan import Preference
-from overspill.plans import make_blueprint
 from overspill.schedule.arena import Place
 from overspill.schedule.messages import Update
 from tests.devices import SIM, about_sim

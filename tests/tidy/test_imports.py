@@ -20,6 +20,7 @@ LEVELS = [
     {"overspill.optimizer", "overspill.inference"},
     {"overspill.engine_handle"},
     {"overspill.plans"},
+    {"overspill.blueprints"},
     {"overspill.checks", "overspill.open_engines"},
     {"overspill.engine"},
     {"overspill.loop", "overspill.closeable", "overspill.holders", "overspill.model_marks"},
