@@ -483,12 +483,11 @@ def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]
 def named_weights(model: OneOrMore) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full, current weights of a wrapped model, to export, average or send them.
 
-    For models that were wrapped together, pass one of them or the dict of all.
-
-    They come in the engine's order, unit by unit, and each is fetched once, so the caller need not
-    hold more than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are
-    not included, because they are not offloaded.  Training may continue between iterations: each
-    weight is the current one when it is fetched.
+    For models that were wrapped together, pass one of them or the dict of all.  Weights come in the
+    engine's order, unit by unit.  Each is fetched once, so the caller need not hold several, and is
+    the current one when it is fetched; training may continue between iterations.  Tied parameters
+    come once, as in ``model.named_parameters()``; buffers are not included, because they are not
+    offloaded.
 
     Yields:
         The parameter's name and a copy of its weight, on the model's device, in its dtype.

@@ -328,6 +328,9 @@ def test_auto_tiles_if_tokens_fit_only_then(monkeypatch: pytest.MonkeyPatch) -> 
         }.items()
     }  # fmt: skip
     assert not plans["whole"].fits and plans["tiled"].fits and plans["auto"].fits
+    assert "with 3 layers in tiles" in str(plans["auto"])
+    small = overspill.plan(model, adamw(model), **{**options, "host_memory": "6MiB", "tile": None})
+    assert "tile='auto'" in small.shortfalls[0].remedy
     assert plans["tiled"].detail.saved_bytes == plans["auto"].detail.saved_bytes
     assert not tiles.tiled_layers(model)
     with overspill.wrap(model, adamw(model), **options) as optimizer:

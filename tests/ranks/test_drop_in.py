@@ -224,10 +224,11 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         wrapped(model)
     for options in (
         {"frozen": "nf4"}, {"precision": "bf16"}, {"activations": "host"}, {"loss": "chunked"},
+        {"tile": ["0"]},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)
-    wrapped(sharded(), loss="auto").close()
+    wrapped(sharded(), loss="auto", tile="auto").close()
     with pytest.raises(overspill.BudgetError):
         overspill.wrap(
             model := sharded(), adamw(model), device="cpu", rates=RATES, host_memory="64KiB"

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
+from tests.remedies.of_activations import OF_ACTIVATIONS
+
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ("offload/logits/deferred.py", "change a clone(), or leave loss out"): (
-        "tests/logits/test_uses.py::test_a_function_returns_logits_that_are_changed_in_place"
-    ),
-    ("offload/logits/deferred.py", "leave loss out to watch it"): (
-        "tests/logits/test_uses.py::test_what_cannot_be_seen_is_refused"
-    ),
-    ("offload/logits/heads.py", "layer from its hidden states to its vocabulary; leave loss out"): (
-        "tests/parity/test_chunked_loss.py::test_what_has_no_head_is_refused_before_anything_changes"
-    ),
-    ("offload/logits/heads.py", "or leave adapters away from the head"): (
-        "tests/logits/test_uses.py::test_where_the_head_is"
-    ),
-    ("offload/logits/rows.py", "use logits before step(), or leave loss out"): (
-        "tests/parity/test_chunked_loss.py::test_logits_of_an_earlier_step_are_refused"
-    ),
-    ("offload/planning/fitting.py", "pass loss='chunked', or use fewer tokens"): (
-        "tests/parity/test_chunked_loss.py::test_auto_follows_the_plan"
-    ),
-    ("offload/planning/fitting.py", "which loss='chunked' avoids: pass it, or"): (
-        "tests/parity/test_chunked_loss.py::test_plans_name_the_logits"
+    **OF_ACTIVATIONS,
+    ("offload/ranks/sharding.py", "nor for one inside of DistributedDataParallel; leave it out"): (
+        "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
     ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
-    ),
-    ("offload/activations/recompute.py", "set model.config.use_cache = False"): (
-        "tests/parity/test_activations.py::test_a_cache_is_not_filled_twice"
     ),
     ("offload/checks.py", "weights={{}: PATH, ...}, or pass init="): (
         "tests/parity/test_several_models.py::test_an_untrained_model_without_weights_is_refused"
     ),
     ("offload/joint_steps.py", "See docs/optimizers.md for commits"): (
         "tests/optimizers/test_half_iterations.py::test_whole_iterations_are_committed"
-    ),
-    ("offload/logits/rows.py", "no second derivatives (create_graph=True); leave loss out"): (
-        "tests/logits/test_uses.py::test_second_derivatives_are_refused"
     ),
     ("offload/ranks/optimizer.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
@@ -417,9 +396,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     ("offload/state/param_access.py", "the change is lost. Use update='next_forward'"): (
         "tests/parity/test_changes_in_forward.py::test_under_a_checkpoint"
-    ),
-    ("offload/activations/activations.py", "pass loss='chunked', or raise %s_memory"): (
-        "tests/parity/test_large_activations.py::test_the_budget_holds_where_two_large_tensors_fit"
     ),
     ("offload/step/param_group_check.py", "set p.grad = None, or {}"): (
         "tests/parity/test_param_group_check.py::test_a_gradient_of_what_is_not_trained_is_not_dropped"
