@@ -117,12 +117,13 @@ def _seen(drawn: Drawn, model: Stack, optimizer: Any) -> dict[str, Any]:
     }  # fmt: skip
     engine = engine_of(model)
     assert engine is not None
-    adapted = engine.adapted()
+    adapted = engine.tuner.adapted()
     if adapted is not None:
-        units, costs = adapted
+        chosen, costs = adapted
         blueprint = engine.runtime.blueprint
-        layout = coarsen(with_recompute(blueprint.layout, units))
-        seen["recomputed"], seen["saved_bytes"] = len(units), sum(costs.saved_bytes)
+        layout = coarsen(with_recompute(blueprint.layout, chosen))
+        seen["recomputed"], seen["saved_bytes"] = len(chosen.units), sum(costs.saved_bytes)
+        seen["keep_attention"] = len(chosen.keep_attention)
         seen["simulated_s"] = run_steps(layout, costs, blueprint.needs).step_s
     return seen
 

@@ -138,7 +138,8 @@ class OffloadConfig:
             ``"int8"`` (a logarithmic byte, with a scale per 256 elements).
         activations: where tensors that autograd saves wait for backward: ``"keep"`` (where they
             are), ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs and run again),
-            or ``"auto"`` (tensors that do not fit in the budgets are offloaded or recomputed).
+            ``"selective"`` (they also keep the outputs of attention, which is not run again), or
+            ``"auto"`` (tensors that do not fit in the budgets are offloaded or recomputed).
         loss: ``"chunked"`` computes a language model's logits, and the loss or log-probabilities
             from them, for some tokens at a time; ``"auto"`` does so if the plan finds that the
             logits of ``tokens`` do not fit otherwise; ``None``: as the model's code does.
@@ -182,7 +183,7 @@ class OffloadConfig:
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
+    activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto"
     loss: Literal["auto", "chunked"] | None = None
     tile: Literal["auto"] | tuple[str, ...] | None = None
     frozen: Literal["int8", "nf4"] | None = None
@@ -264,7 +265,7 @@ class OffloadConfig:
         _choice("precision", self.precision, (None, "bf16", "fp16", "fp32"))
         _choice("master", self.master, ("auto", "split", "fp32"))
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
-        known = ("auto", "keep", "host", "nvme", "recompute")
+        known = ("auto", "keep", "host", "nvme", "recompute", "selective")
         _choice("activations", self.activations, known)
         _choice("loss", self.loss, (None, "auto", "chunked"))
         _choice("frozen", self.frozen, (None, "int8", "nf4"))

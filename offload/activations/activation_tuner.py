@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from statistics import median
 
 from torch import nn
 
 from ..errors import format_bytes
+from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..movement.runtime import Runtime
 from ..params.backward import Backward
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
+from ..planning.products import BACKWARD_ATTENTION
+from ..planning.recompute import NOTHING, Recomputed
 from ..planning.save_timing import Burst, UnitForward, bursts_of
 from .activations import make_saved_offloader
 from .recompute import Recompute
 
 log = logging.getLogger("overspill")
 
+LESS_ROOM = 0.75  # of the activations that stayed when memory ran out
+MOST_ATTENTION = 0.9  # of the time of a unit: the first forward of a process is slow
 _LATER = 2  # steps until a review: the first one is slower than the others
 _MOST_LOOKS = 4  # reviews of the choice for one load, as long as it changes
 _MORE = 1.1  # if so much more is kept, it is another load
@@ -47,16 +53,18 @@ class ActivationTuner:
         self._supposed = 0  # choices made with unmeasured sizes of units
         self._again = 0  # steps until the choice is reviewed, with measurements of its units
         self._looks = 0  # reviews left for this load
+        self._most_room = runtime.layout.saved.compute  # bytes; less after ``make_room``
         self._unwatched = False  # the load has changed, and is not known by unit
         self._since = 0  # the last step before the current choice
         self._steps = 0  # steps under the current choice
         # Per micro-step: seconds of compute, and by unit the number of recomputed forwards.
         self._took: tuple[float, dict[int, float]] = 0.0, {}
+        self._attention = [0.0] * len(self._blueprint.layout.units)  # its share of a forward
         self.saved_offloader = make_saved_offloader(runtime.executor, accelerator, model, backward)
         self.recompute = Recompute(
-            runtime.parts, runtime.layout.saved.recompute, accelerator.device,
+            runtime.parts, _planned(runtime), accelerator.device,
             watching=policy == "auto" and self.saved_offloader is not None,
-            exclude=self._blueprint.head_units,
+            exclude=self._blueprint.head_units, saved_offloader=self.saved_offloader,
         )  # fmt: skip
         if self.recompute.watching:
             backward.when_begun(self._backward_begins)
@@ -116,14 +124,40 @@ class ActivationTuner:
             self._again = _LATER if self._looks and (changed or self._stale) else 0
             self._stale = False
 
-    def adapted(self) -> tuple[frozenset[int], Costs] | None:
+    def adapted(self) -> tuple[Recomputed, Costs] | None:
         """Return the recomputed units, and the cost of a step that this choice is based on.
 
         ``None``: nothing is known of the load.
         """
         if not sum(self._saved_bytes) or (costs := self._costs()) is None:
             return None
-        return self.recompute.units, costs
+        return self.recompute.chosen, costs
+
+    def make_room(self) -> bool:
+        """Keep fewer activations with compute from now on, after it has run out of memory.
+
+        Returns whether that is possible.
+        """
+        saved_offloader, recompute = self.saved_offloader, self.recompute
+        if saved_offloader is None:
+            return False
+        kept = sum(saved_offloader.unit_bytes()) or sum(self._saved_bytes)
+        before, chosen = saved_offloader.room_bytes, recompute.chosen
+        self._most_room = int(LESS_ROOM * min(before, kept or before))
+        saved_offloader.room_bytes = self._most_room
+        if self._blueprint.config.activations == "auto":
+            if sum(self._saved_bytes):
+                self._choose()
+            else:  # not even one forward was measured
+                able = recompute.known(self._blueprint.needs.recomputable)
+                recompute.chosen, recompute.watching = Recomputed(able), False
+        log.warning(
+            "overspill: out of memory: from now on at most %s of activations stay with compute "
+            "(before: %s), and %d of %d units are computed again (before: %d)",
+            format_bytes(self._most_room), format_bytes(before), len(recompute.units),
+            len(self._blueprint.layout.units), len(chosen.units),
+        )  # fmt: skip
+        return self._most_room < before or recompute.chosen != chosen
 
     def _leave_workspace(self) -> None:
         """Reduce the room for activations if running units need more workspace than was left free.
@@ -142,7 +176,8 @@ class ActivationTuner:
         needed = self._memory.stats()[Tier.DEVICE].workspace_bytes
         if needed is not None:
             over = max(0, needed - (budgets.compute_bytes - budgets.device))
-            saved_offloader.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
+            room = max(0, self._blueprint.layout.saved.compute - over)
+            saved_offloader.room_bytes = min(room, self._most_room)
 
     def _choose(self) -> bool:
         """Choose the units to recompute, and return whether the choice has changed."""
@@ -150,21 +185,23 @@ class ActivationTuner:
         layout, needs = self._blueprint.layout, self._blueprint.needs
         assert self.saved_offloader is not None
         room = self.saved_offloader.room_bytes
-        units = frozenset[int]()
+        chosen = NOTHING
         if kept > room and (costs := self._costs()) is not None:
             may = recompute.known(needs.recomputable)  # includes what was found while running
-            units = recomputing(layout, costs, replace(needs, recomputable=may), recompute.units)
+            here = replace(layout, saved=layout.saved._replace(compute=room))
+            chosen = recomputing(here, costs, replace(needs, recomputable=may), recompute.chosen)
         recompute.watching = False
-        recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
-        changed = units != recompute.units
+        recompute.keeps_below = min(1.0, room / max(kept, 1)) if chosen.units else 0.0
+        changed = chosen != recompute.chosen
         if changed:
-            recompute.units = units
+            recompute.chosen = chosen
             self._since, self._steps = self._ledger.count, 0
             recompute.computed.clear()
             log.info(
                 "overspill: autograd keeps %s of a micro-step, %s may stay: %d of %d units are "
-                "computed again", format_bytes(kept), format_bytes(room), len(units),
-                len(layout.units),
+                "computed again, %d of them without their attention", format_bytes(kept),
+                format_bytes(room), len(chosen.units), len(layout.units),
+                len(chosen.keep_attention),
             )  # fmt: skip
         return changed
 
@@ -183,7 +220,31 @@ class ActivationTuner:
         else:
             return None
         known = [given or size for given, size in zip(inputs, self._saved_bytes, strict=True)]
-        return costs.keeping(self._saved_bytes, known, self._when_saved())
+        costs = costs.keeping(self._saved_bytes, known, self._when_saved())
+        return self._with_attention(costs, rates)
+
+    def _with_attention(self, costs: Costs, rates: Rates) -> Costs:
+        """Return costs with the attention of each unit, as far as it was measured."""
+        meters = self.recompute.attention
+        nbytes = [meter.nbytes for meter in meters]
+        if self._waits:
+            seconds = [
+                min(meter.seconds, MOST_ATTENTION * whole)
+                for meter, whole in zip(meters, costs.forward_s, strict=True)
+            ]
+            pairs = zip(seconds, costs.forward_s, strict=True)
+            self._attention = [part / whole if whole else 0.0 for part, whole in pairs]
+            return replace(costs, attention_s=seconds, attention_bytes=nbytes)
+        flops_s = rates.device_flops_s or math.inf  # products with weights alone count so far
+        seconds = [meter.flops / flops_s for meter in meters]
+        forward = [a + b for a, b in zip(costs.forward_s, seconds, strict=True)]
+        backward = [
+            a + BACKWARD_ATTENTION * b for a, b in zip(costs.backward_s, seconds, strict=True)
+        ]
+        return replace(
+            costs, forward_s=forward, backward_s=backward, attention_s=seconds,
+            attention_bytes=nbytes,
+        )  # fmt: skip
 
     def _when_saved(self) -> dict[int, tuple[Burst, ...]]:
         """Return when each unit saves what is kept of it.
@@ -213,6 +274,16 @@ class ActivationTuner:
         profile = Profile.from_trace(self._trace, micro_steps, after=self._since)
         if profile.compute_s:
             count = self._steps * micro_steps
-            again = {unit: n / count for unit, n in self.recompute.computed.items()}
+            without = self.recompute.chosen.keep_attention
+            again = {
+                unit: (1.0 - self._attention[unit] * (unit in without)) * n / count
+                for unit, n in self.recompute.computed.items()
+            }
             self._took = profile.compute_s, again
         return self._took
+
+
+def _planned(runtime: Runtime) -> Recomputed:
+    """Return the units that the plan recomputes."""
+    saved = runtime.layout.saved
+    return Recomputed(saved.recompute, saved.keep_attention)

@@ -6,24 +6,23 @@ See Note [Recomputation of units].
 from __future__ import annotations
 
 import logging
-import pickle
-import random
 import threading
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from types import ModuleType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..errors import ActivationError
 from ..planning.partition import Partition
+from ..planning.recompute import Recomputed
 from ..private import module_private, torch_private
+from .activations import SavedHandle, SavedTensorOffloader
+from .attention import AttentionMeter, KeptAttention
 from .known_code import known
+from .module_state import State, draw_from, first_changed, random_numbers, state_of, weights_of
 
 log = logging.getLogger("overspill")
 
@@ -32,11 +31,6 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
-_NAMES = (bool, int, str, type(None))
-_DEEP, _LONG = 3, 256  # depth, and number of members, up to which attributes are compared
-# Attributes that models of transformers set in their shared config when they run, for their heads.
-_OF_HEADS = {"problem_type"}
 _GROWN = 1.1  # inputs larger by this factor are another load
 _CHANCES = 3  # forwards that may change their module: the first may fill a cache
 
@@ -81,26 +75,31 @@ class Recompute:
     See Note [Recomputation of units].
 
     Attributes:
-        units: the units to recompute.
+        chosen: the units to recompute, and those of them that keep the outputs of attention.
         able: the units that can be recomputed.
         watching: whether all ``able`` units are watched and measured, to choose ``units``.
         input_bytes: by unit, the inputs of its largest forward while watching.
         grown: the factor by which inputs have grown since.
+        attention: by unit, the attention of its largest forward while watching.
         computed: how often each unit was recomputed, until a caller clears it.
         keeps_below: the share of ``input_bytes`` up to which nothing needs to be recomputed.
     """
 
     def __init__(
-        self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool,
-        exclude: frozenset[int],
+        self, parts: Partition, chosen: Recomputed, device: torch.device, *, watching: bool,
+        exclude: frozenset[int], saved_offloader: SavedTensorOffloader | None,
     ) -> None:  # fmt: skip
         """
         Args:
-            watching: ``units`` are still to be chosen, among the ``known`` ones.
+            chosen: the units to recompute at first.
+            watching: they are still to be chosen, among the ``known`` ones.
             exclude: units that are never recomputed.
+            saved_offloader: offloads the outputs of attention that are kept.
         """
-        self.units, self.watching = units, watching
-        self.able = (parts.recomputable if units or watching else frozenset()) - exclude
+        self.chosen, self.watching = chosen, watching
+        self.able = (parts.recomputable if chosen.units or watching else frozenset()) - exclude
+        self.attention = [AttentionMeter() for _ in parts.units]
+        self._offloader = saved_offloader
         self.input_bytes = [0] * len(parts.units)
         self.grown, self.keeps_below = 1.0, 0.0
         self.computed = Counter[int]()
@@ -112,6 +111,31 @@ class Recompute:
         self._read = set[tuple[int, bool]]()  # whose code was read
         self._changes = Counter[int]()
         self._told = set[str]()  # reasons in the arguments of units
+
+    @property
+    def units(self) -> frozenset[int]:
+        """The units to recompute."""
+        return self.chosen.units
+
+    def kept_attention(self, unit: int, module: nn.Module) -> KeptAttention | None:
+        """Return what keeps the outputs of attention of a forward, or ``None``."""
+        if unit not in self.chosen.keep_attention or module_private.is_compiled(module):
+            return None
+        return KeptAttention(self._pack, self._unpack)
+
+    def _pack(self, t: torch.Tensor) -> object:
+        if self._offloader is None:
+            return t
+        if (rest := self._offloader.rest_for(t)) is not None:
+            return t, rest
+        return self._offloader.pack(t) or t
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedHandle):
+            assert self._offloader is not None
+            return self._offloader.unpack(packed)
+        found: torch.Tensor = packed[0] if isinstance(packed, tuple) else packed
+        return found
 
     def begin(
         self, unit: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -132,7 +156,7 @@ class Recompute:
             return None
         if (why := _obstacle(leaves)) is not None:
             if why in self._told:
-                self.units, self.able = self.units - {unit}, self.able - {unit}
+                self._leave_out(unit)
             else:
                 self._told.add(why)
                 self._keep(unit, f"and maybe others, {why}")
@@ -167,7 +191,11 @@ class Recompute:
                 "overspill: unit %s %s: it cannot be computed again, and what autograd saves of it "
                 "is kept", self._found[unit].name, why,
             )  # fmt: skip
-        self.units, self.able = self.units - {unit}, self.able - {unit}
+        self._leave_out(unit)
+
+    def _leave_out(self, unit: int) -> None:
+        self.chosen = Recomputed(self.units - {unit}, self.chosen.keep_attention - {unit})
+        self.able -= {unit}
 
     def name(self, unit: int) -> str:
         """Return the name of a unit."""
@@ -200,6 +228,11 @@ class Recompute:
         """Apply the findings of the step that has ended."""
         self._steady = set(self._proven)
 
+    def measured(self, unit: int, meter: AttentionMeter) -> None:
+        """Record the attention of a watched forward."""
+        if self.watching and meter.nbytes >= self.attention[unit].nbytes:
+            self.attention[unit] = meter
+
     def _measure(self, unit: int, leaves: Sequence[Any]) -> bool:
         """Measure a unit's inputs, and return whether they are so small that it can be kept."""
         known = self.input_bytes[unit]
@@ -213,6 +246,7 @@ class Recompute:
     def watch(self) -> None:
         """Watch and measure all units again, for another load."""
         self.watching, self.input_bytes = True, [0] * len(self.input_bytes)
+        self.attention = [AttentionMeter() for _ in self.attention]
 
     def grow(self) -> None:
         """Scale ``input_bytes`` to the larger inputs seen since."""
@@ -245,10 +279,10 @@ class _Checkpointed:
         modes = [(each, each.training) for each in module.modules()]
         self._inputs = _versions(inputs.values())
 
-        after: list[_State] = []  # the module's state after the forward
+        after: list[State] = []  # the module's state after the forward
 
         def again(*inputs: torch.Tensor) -> None:
-            if after and (changed := _changed(_state_of(module), after[0])) is not None:
+            if after and (changed := first_changed(state_of(module), after[0])) is not None:
                 raise ActivationError(
                     f"{type(module).__name__}: {changed} has changed since its forward, which "
                     "backward computes again with it; change it after backward, or pass "
@@ -259,21 +293,25 @@ class _Checkpointed:
                 given[i] = inputs[number]
             args, kwargs = torch_private.tree_unflatten(given, structure)
             now = [(each, each.training) for each, _ in modes]
-            drawn_now = [_drawn() for _ in drawn]
+            drawn_now = [random_numbers() for _ in drawn]
             try:
                 _set_modes(modes)
-                _draw_from(drawn)
+                draw_from(drawn)
                 recompute.compute(unit, partial(module, *args, **kwargs))
             finally:
                 _set_modes(now)
-                _draw_from(drawn_now)
+                draw_from(drawn_now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
         # Emptied if the forward has drawn nothing: other threads may draw.
-        drawn = [_drawn()]
-        self._before, self._drawn, self._after = _state_of(module), drawn, after
-        self._weights = _weights_of(module)
-        self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
+        drawn = [random_numbers()]
+        self._before, self._drawn, self._after = state_of(module), drawn, after
+        self._weights = weights_of(module)
+        self._attention = recompute.kept_attention(unit, module)
+        contexts = () if self._attention is None else (self._attention.contexts,)
+        self._checkpoint: Checkpoint = torch_private.checkpoint(
+            again, list(inputs.values()), *contexts
+        )
         next(self._checkpoint)
 
     def end(self, *, completed: bool) -> None:
@@ -282,19 +320,21 @@ class _Checkpointed:
             self._checkpoint.close()
             return
         next(self._checkpoint, None)
+        if self._attention is not None:
+            self._attention.end()
         if _written(inputs):
             raise ActivationError(
                 f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
                 "so that backward cannot compute it again; pass activations='host', or recompute "
                 "a larger part of the model with torch.utils.checkpoint"
             )
-        self._after.append(_state_of(self._module))
-        changed = _changed(self._before, self._after[0])
+        self._after.append(state_of(self._module))
+        changed = first_changed(self._before, self._after[0])
         if changed is None:
-            changed = _changed(self._weights, _weights_of(self._module))
+            changed = first_changed(self._weights, weights_of(self._module))
         if changed is not None:
             self._recompute.surprised(self._unit, changed, "may change that again")
-        if (changed := _changed(self._drawn[0], _drawn())) is None:
+        if (changed := first_changed(self._drawn[0], random_numbers())) is None:
             self._drawn.clear()
         else:
             self._recompute.surprised(self._unit, changed, "draws the same again")
@@ -309,13 +349,20 @@ class _Watched:
         self._recompute, self._unit, self._module = recompute, unit, module
         self._before, self._training = self._now(), module.training
         self._inputs = _versions(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._meter = None if module_private.is_compiled(module) else AttentionMeter()
+        if self._meter is not None:
+            self._meter.__enter__()
 
-    def _now(self) -> _State:
-        return _state_of(self._module) | _weights_of(self._module) | _drawn()
+    def _now(self) -> State:
+        return state_of(self._module) | weights_of(self._module) | random_numbers()
 
     def end(self, *, completed: bool) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
         if completed:
-            changed = _changed(self._before, self._now())
+            if self._meter is not None:
+                self._recompute.measured(self._unit, self._meter)
+            changed = first_changed(self._before, self._now())
             if _written(self._inputs):
                 changed = "its input"
             self._recompute.watched(self._unit, changed, training=self._training)
@@ -328,86 +375,6 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
 def _written(before: Sequence[tuple[torch.Tensor, int]]) -> bool:
     """Return whether one of the tensors was changed in place since ``_versions``."""
     return any(torch_private.version_of(t) != version for t, version in before)
-
-
-_PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"
-# By name: a buffer or an attribute, held so that its identity is not reused, and a value that
-# differs once it has changed.
-_State = dict[str, tuple[object, object]]
-
-
-def _weights_of(module: nn.Module) -> _State:
-    """Return the version of each parameter, to detect changes in place."""
-    with torch_private.without_overrides():  # reading a hidden one would ask its class
-        return {name: (p, torch_private.version_of(p)) for name, p in module.named_parameters()}
-
-
-def _state_of(module: nn.Module) -> _State:
-    """Return the state of a module that its forward may change, except parameters.
-
-    Parameters are left out because optimizer updates change them too.
-    """
-    found: _State = {}
-    for name, buffer in module.named_buffers():
-        found[name] = buffer, torch_private.version_of(buffer)
-    for prefix, each in module.named_modules():
-        for name, value in module_private.own_attributes(each):
-            found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
-    return found
-
-
-def _drawn() -> _State:
-    """Return the states of random number generators that a checkpoint does not restore."""
-    return {
-        _PYTHON: (None, random.getstate()),
-        _NUMPY: (None, pickle.dumps(np.random.get_state(legacy=False))),
-    }
-
-
-def _draw_from(drawn: Sequence[_State]) -> None:
-    """Restore the states that ``_drawn`` returned, if there are any."""
-    for each in drawn:
-        python: Any = each[_PYTHON][1]
-        numpy: Any = each[_NUMPY][1]
-        random.setstate(python)
-        np.random.set_state(pickle.loads(numpy))
-
-
-def _inside(value: Any, depth: int = 0) -> object:
-    """Return a value that differs once the contents of ``value`` have changed."""
-    if isinstance(value, _VALUES):
-        return value
-    if isinstance(value, torch.Tensor):
-        return id(value), torch_private.version_of(value)
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().numpy())
-    if isinstance(value, np.random.Generator):
-        return pickle.dumps(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, Iterator):
-        return object()  # unknown, so always different
-    if depth == _DEEP or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
-        return id(value)
-    if isinstance(value, Mapping):
-        return len(value), [(k, _inside(v, depth + 1)) for k, v in islice(value.items(), _LONG)]
-    if isinstance(value, Collection):
-        return len(value), [_inside(each, depth + 1) for each in islice(value, _LONG)]
-    own = getattr(value, "__dict__", None)
-    if own is not None and type(value).__module__.startswith("transformers."):
-        own = {name: each for name, each in own.items() if name not in _OF_HEADS}
-    return id(value), _inside(own, depth + 1)
-
-
-def _changed(before: _State, now: _State) -> str | None:
-    """Return the name of the first entry that has changed."""
-    for name in {**before, **now}:
-        was, found = before.get(name), now.get(name)
-        if was is None or found is None or not _same(was, found):
-            return name
-    return None
 
 
 def _obstacle(leaves: Sequence[Any]) -> str | None:
@@ -426,29 +393,3 @@ def _obstacle(leaves: Sequence[Any]) -> str | None:
 def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
-
-
-def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
-    """Return whether an entry is unchanged.
-
-    Another object counts as the same if it is plain and equal, or an equal list of names or
-    integers (``peft`` lists the active adapters in a new list).
-    """
-    if was[0] is found[0]:
-        return was[1] == found[1]
-    if type(was[0]) is not type(found[0]):
-        return False
-    if isinstance(was[0], _VALUES):
-        return was[0] == found[0]
-    return _plain(found[0]) and _kinds(was[1]) == _kinds(found[1]) and was[1] == found[1]
-
-
-def _plain(value: object) -> bool:
-    """Return whether ``value`` is a list or tuple that ``_inside`` describes completely."""
-    short = type(value) in (list, tuple) and len(value) <= _LONG  # type: ignore[arg-type]
-    return short and all(type(each) in _NAMES for each in value)  # type: ignore[attr-defined]
-
-
-def _kinds(inside: Any) -> list[type]:
-    """Return the types of a list's members, as ``_inside`` returned them, because 1 equals True."""
-    return [type(each) for each in inside[1]]

@@ -45,8 +45,8 @@ Moments = Annotated[str | None, typer.Option(help="Format of the moments: fp32, 
 Activations = Annotated[
     str | None,
     typer.Option(
-        help="What autograd saves for backward: keep, host, nvme, recompute, or auto, which moves "
-        "what the budgets have no room for."
+        help="What autograd saves for backward: keep, host, nvme, recompute, selective, or auto, "
+        "which moves what the budgets have no room for."
     ),
 ]
 Frozen = Annotated[

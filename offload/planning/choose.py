@@ -16,7 +16,7 @@ from .partition import Partition
 from .placement import DEFAULT_DEPTH
 from .plan import Budgets, Needs, Preference, Shortfall
 from .planner import make_layout
-from .recompute import choose_recompute
+from .recompute import NOTHING, Recomputed, choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried if the caller sets none; the default first
@@ -136,7 +136,10 @@ def choose_layout(
         costs = load.costs(layout, rates)
         if not shortfalls and costs is not None and needs.activations == "auto":
             again = recomputing(layout, costs, best)
-            best = replace(best, prefer=replace(best.prefer, recompute=again))
+            prefer = replace(
+                best.prefer, recompute=again.units, keep_attention=again.keep_attention
+            )
+            best = replace(best, prefer=prefer)
     return plan_layout(parts, budgets, best, rates, load)
 
 
@@ -194,15 +197,15 @@ def _best_needs(
 
 
 def recomputing(
-    layout: Layout, costs: Costs, needs: Needs, now: frozenset[int] = frozenset()
-) -> frozenset[int]:
+    layout: Layout, costs: Costs, needs: Needs, now: Recomputed = NOTHING
+) -> Recomputed:
     """Return the units that should recompute their forward, out of ``needs.recomputable``.
 
-    Returns ``now``, the units that do so already, unless another choice is better.  Returns no
-    units if it is not known what autograd keeps.
+    Returns ``now``, the present choice, unless another one is better.  Returns no units if it is
+    not known what autograd keeps.
     """
     if not costs.saved_bytes:
-        return frozenset()
+        return NOTHING
 
     def seconds(tried: Layout) -> tuple[bool, float]:
         found = run_steps(tried, costs, needs, RECOMPUTING_STEPS)

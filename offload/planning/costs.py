@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..facts.rates import Rates
 from ..facts.trace import Trace
-from ..schedule.layout import Layout
+from ..schedule.layout import Layout, SavedRoom
 from .bounds import least_seconds
 from .save_timing import EVENLY, Burst
 
@@ -79,6 +79,8 @@ class Costs:
         saved_bytes: by unit, bytes that autograd keeps until its backward; empty if unknown.
         input_bytes: the same for a unit that is recomputed.
         bursts: by unit, when these bytes are saved, as far as it was measured.
+        attention_s: by unit, the part of ``forward_s`` in attention; empty if unknown.
+        attention_bytes: by unit, the outputs of attention.
     """
 
     rates: Rates
@@ -88,11 +90,23 @@ class Costs:
     saved_bytes: Sequence[int] = ()
     input_bytes: Sequence[int] = ()
     bursts: Mapping[int, tuple[Burst, ...]] = field(default_factory=dict)
+    attention_s: Sequence[float] = ()
+    attention_bytes: Sequence[int] = ()
 
     @property
     def compute_s(self) -> float:
         """Seconds of compute of one micro-step."""
         return sum(self.forward_s) + sum(self.backward_s)
+
+    def recompute_s(self, unit: int, saved: SavedRoom) -> float:
+        """Return the seconds of a recomputation of a unit."""
+        kept = self.attention_s[unit] if unit in saved.keep_attention and self.attention_s else 0.0
+        return self.forward_s[unit] - kept
+
+    def kept_bytes(self, unit: int, saved: SavedRoom) -> int:
+        """Return the bytes of the outputs of attention that a recomputed unit keeps."""
+        kept = unit in saved.keep_attention and self.attention_bytes
+        return self.attention_bytes[unit] if kept else 0
 
     def keeping(
         self, saved_bytes: Sequence[int], input_bytes: Sequence[int],
@@ -114,7 +128,11 @@ class Costs:
         per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
         forward = [unit.flops * per_flop for unit in layout.units]
         backward = [unit.backward_flops * per_flop for unit in layout.units]
-        return cls(rates, forward, backward)
+        return cls(
+            rates, forward, backward,
+            attention_s=[unit.attention_flops * per_flop for unit in layout.units],
+            attention_bytes=[unit.attention_bytes * tokens for unit in layout.units],
+        )  # fmt: skip
 
     @classmethod
     def balanced(

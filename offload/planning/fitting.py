@@ -57,7 +57,7 @@ def shortfall(
             remedy = "pass tile='auto', use fewer tokens, or smaller units"
         return Shortfall(tier, what, sizes[largest], here, remedy, whole)
     last = sizes[-1] if sizes else 0
-    if policy in ("auto", "recompute"):
+    if policy in ("auto", "recompute", "selective"):
         inputs = inputs_of(layout, sizes)
         least = (inputs[i] if i in may else size for i, size in enumerate(sizes))
         need = min(sum(sizes), sum(least) + max(sizes, default=0))

@@ -20,6 +20,7 @@ from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
 from .models import entries
 from .products import (
     activation_bytes,
+    attention,
     backward_flops,
     forward_flops,
     input_bytes,
@@ -224,7 +225,7 @@ def partition(
             Unit(
                 number, item.name, chunks, tuple(comes_with), item.direct_only, weight_bytes,
                 grad_bytes, flops, 0 if forward_only else back, given if logits else kept, given,
-                logits, forward_only=forward_only,
+                logits, *attention(item, dtype), forward_only=forward_only,
             )
         )  # fmt: skip
         of_units.append(item)

@@ -99,6 +99,7 @@ class Preference:
             have their home on the device too, if there is room.
         visiting: share of the other state records that are copied to the device for their update.
         recompute: units whose forward is recomputed in backward, under ``"auto"``.
+        keep_attention: those of them that keep the outputs of their attention.
     """
 
     kinds: tuple[str, ...] = ("weights", "gradients", "state")
@@ -108,6 +109,7 @@ class Preference:
     beside: bool = False
     visiting: float = 0.0
     recompute: frozenset[int] = frozenset()
+    keep_attention: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,8 @@ class PlanDetail:
                 return "activations not counted"
             return f"activations ({saved.policy}) not known yet, {room}"
         again = f", {len(saved.recompute)} units computed again" if saved.recompute else ""
+        if saved.keep_attention:
+            again += f", {len(saved.keep_attention)} of them without their attention"
         kept = f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy}{again})"
         return f"{kept}, {room}" if room else kept
 

@@ -206,7 +206,10 @@ class _Planner(Placement):
         policy = self.needs.activations
         if policy == "keep":
             return SavedRoom()
-        again = self.needs.recomputable if policy == "recompute" else self.needs.prefer.recompute
+        again, kept = self.needs.prefer.recompute, self.needs.prefer.keep_attention
+        if policy in ("recompute", "selective"):
+            again = self.needs.recomputable
+            kept = again if policy == "selective" else frozenset()
         host = max(0, self.budgets.host - self.unpacked - regions.host_bytes)
         nvme = 0
         if policy != "host" and self.budgets.nvme is not None:
@@ -215,9 +218,9 @@ class _Planner(Placement):
             assert self.budgets.device is not None
             there = max(0, self.budgets.device - regions.device_bytes)
             staged = host // STAGING_SHARE if policy == "nvme" else host
-            return SavedRoom(policy, there, _pages(staged), nvme, again)
+            return SavedRoom(policy, there, _pages(staged), nvme, again, kept)
         staged = host // OWN_STAGING_SHARE if nvme else 0
-        return SavedRoom(policy, host - staged, _pages(staged), nvme, again)
+        return SavedRoom(policy, host - staged, _pages(staged), nvme, again, kept)
 
     def _plan_unpacked(self) -> int:
         """Return the bytes of the region for unpacked weights if compute uses host memory."""

@@ -74,11 +74,11 @@ def _products(found: FoundUnit) -> list[_Product]:
 
 
 # Attribute of a module: the FLOPs per token of its attention scores and of their product with the
-# values, in forward.  See ``set_sequence``.
-_ATTENTION = "_overspill_attention_flops"
+# values, in forward, and the width of the result.  See ``set_sequence``.
+_ATTENTION = "_overspill_attention"
 # The products of a fused attention's backward, per product in forward: it computes the scores
 # again, and four gradients instead of two results (FlashAttention-2, Dao 2023).
-_BACKWARD_ATTENTION = 2.5
+BACKWARD_ATTENTION = 2.5
 
 
 def set_sequence(model: nn.Module, length: int) -> None:
@@ -92,14 +92,18 @@ def set_sequence(model: nn.Module, length: int) -> None:
         if out is not None and {"q_proj", "c_attn"} & set(projections):
             width = next(p for p in out.parameters() if p.dim() == 2).shape
             inputs = width[1] if isinstance(out, nn.Linear) else width[0]
-            module.__dict__[_ATTENTION] = 2 * 2 * inputs * length / 2
+            module.__dict__[_ATTENTION] = 2 * 2 * inputs * length / 2, inputs
 
 
-def _attention_flops(found: FoundUnit) -> float:
+def attention(found: FoundUnit, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return the FLOPs per token of a unit's attention, and the bytes of its result."""
     if found.direct_only:
-        return 0.0
-    counted = (inner.__dict__.get(_ATTENTION, 0.0) for inner in found.module.modules())
-    return float(sum(counted))
+        return 0, 0
+    counted = [inner.__dict__[_ATTENTION] for inner in found.module.modules()
+               if _ATTENTION in inner.__dict__]  # fmt: skip
+    p = next(iter(found.module.parameters()), None)
+    size = (dtype or (torch.float32 if p is None else p.dtype)).itemsize
+    return round(sum(flops for flops, _ in counted)), sum(width for _, width in counted) * size
 
 
 def forward_flops(found: FoundUnit) -> int:
@@ -108,7 +112,7 @@ def forward_flops(found: FoundUnit) -> int:
     Operations that are not products with a weight (look-ups, norms) do not count, nor do attention
     scores unless ``set_sequence`` was called.
     """
-    return round(sum(each.flops for each in _products(found)) + _attention_flops(found))
+    return round(sum(each.flops for each in _products(found)) + attention(found, None)[0])
 
 
 def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
@@ -119,10 +123,10 @@ def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows:
     """
     products, tiled = _products(found), _tiled(found)
     needed = flows or any(each.p in trained for each in products)
-    attention = _BACKWARD_ATTENTION * _attention_flops(found) * needed
+    scores = BACKWARD_ATTENTION * attention(found, None)[0] * needed
     again = sum(each.flops for each in products if each.p in tiled) * needed
     own = sum(each.flops * (flows + (each.p in trained)) for each in products)
-    return round(own + attention + again)
+    return round(own + scores + again)
 
 
 def _tiled(found: FoundUnit) -> set[nn.Parameter]:

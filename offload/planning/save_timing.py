@@ -37,7 +37,8 @@ class UnitForward(NamedTuple):
 
 
 EVENLY = tuple(Burst((i + 0.5) / BURSTS, 1 / BURSTS) for i in range(BURSTS))
-INPUTS = (Burst(0.0, 1.0),)  # a recomputed unit saves only its inputs, at the beginning
+INPUTS = (Burst(0.0, 1.0),)  # a recomputed unit saves its inputs, at the beginning
+ATTENTION = 0.5  # when a unit has computed its attention, about
 
 
 def bursts_of(

@@ -46,7 +46,7 @@ from ..schedule.visits import visit_in
 from .bounds import device_update_flops, update_seconds, updates_beside
 from .costs import Costs
 from .lanes import LEGS, Compute, ComputePart, Lane, Leg
-from .save_timing import INPUTS
+from .save_timing import ATTENTION, INPUTS
 
 LANE_OF: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out", Commit: "write",
@@ -117,7 +117,8 @@ class Simulation:
         self._running = [unit.index for unit in running if unit.forward_only] + self._backwards
         again = layout.saved.recompute
         self._backward_s = [
-            s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
+            s + (costs.recompute_s(i, layout.saved) if i in again else 0.0)
+            for i, s in enumerate(costs.backward_s)
         ]
         rates = costs.rates
         self._there = "there" if layout.has_device and updates_beside(rates) else "update"
@@ -368,7 +369,8 @@ class Simulation:
         """Return the storages that autograd saves in a unit's forward, each with the share of the
         forward that is done by then.
 
-        For a recomputed unit, only its inputs: what its recomputation saves is used at once.
+        For a recomputed unit, only its inputs, and the outputs of attention if it keeps them: what
+        its recomputation saves is used at once.
         """
         costs = self.costs
         forward_only = self.layout.units[unit].forward_only
@@ -376,9 +378,13 @@ class Simulation:
             return []
         recomputes = unit in self.layout.saved.recompute
         whole = (costs.input_bytes if recomputes else costs.saved_bytes)[unit]
+        bursts = [(share, part * whole)
+                  for share, part in (INPUTS if recomputes else costs.bursts_of(unit))]  # fmt: skip
+        if kept := costs.kept_bytes(unit, self.layout.saved):
+            bursts.append((ATTENTION, kept))
         pieces, nbytes = [], 0.0
-        for share, part in INPUTS if recomputes else costs.bursts_of(unit):
-            nbytes += part * whole
+        for share, part in bursts:
+            nbytes += part
             if nbytes >= LEAST_BYTES:
                 pieces.append((share, SavedBytes(next(self._numbers), int(nbytes), unit)))
                 nbytes = 0.0

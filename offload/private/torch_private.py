@@ -73,17 +73,29 @@ def in_checkpoint() -> bool:
     return pair is not None and of_checkpoint(pair)
 
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
 def checkpoint(
-    function: Callable[..., None], inputs: Sequence[torch.Tensor]
-) -> Generator[None, None, None]:
+    function: Callable[..., None], inputs: Sequence[torch.Tensor],
+    contexts: Contexts = noop_context_fn,
+) -> Generator[None, None, None]:  # fmt: skip
     """Return a non-reentrant checkpoint that starts at the first ``next`` and ends at the second.
 
-    ``function`` recomputes from ``inputs`` what runs between the two.
+    ``function`` recomputes from ``inputs`` what runs between the two.  ``contexts`` returns what
+    surrounds the forward, and each recomputation.
     """
     made: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
-        function, True, noop_context_fn, "default", False, True, *inputs
+        function, True, contexts, "default", False, True, *inputs
     )
     return made
+
+
+def counting_versions() -> AbstractContextManager[object]:
+    """Return a context for code below autograd in which views share their version counters."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard
 
 
 def saved_tensor_hooks_allowed() -> bool:
@@ -242,6 +254,23 @@ def version_counter(t: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
+
+
+Random = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def random_states(device: torch.device) -> Random:
+    """Return the states of torch's random number generators on the CPU and on a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
+
+
+def restore_random_states(states: Random, device: torch.device) -> None:
+    """Restore the result of ``random_states``."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def without_overrides() -> AbstractContextManager[object]:

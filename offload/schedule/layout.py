@@ -64,6 +64,7 @@ class SavedRoom(NamedTuple):
         host: of a region of host memory, behind all others, that is allocated as it fills.
         disk: on disk.
         recompute: the units whose forward is recomputed in backward.
+        keep_attention: those of them that keep the outputs of their attention.
     """
 
     policy: str = "keep"
@@ -71,6 +72,7 @@ class SavedRoom(NamedTuple):
     host: int = 0
     disk: int = 0
     recompute: frozenset[int] = frozenset()
+    keep_attention: frozenset[int] = frozenset()
 
     def part_bytes(self, nbytes: int) -> int:
         """Return the size of the parts in which a storage of ``nbytes`` moves.

@@ -116,6 +116,8 @@ class Unit:
         flops, backward_flops: of the matrix products in its forward and backward, per token.
         activation_bytes: about what autograd keeps until backward, per token.
         input_bytes: about the size of its input, per token.
+        attention_flops, attention_bytes: the part of ``flops`` in products of queries, keys and
+            values, and the size of their results, per token; 0 if the sequence length is unknown.
         logits_bytes: of a head whose loss is computed from its whole output, per token.
         runs: whether it runs; otherwise it is the frozen weights of the next unit, which shares
             them.
@@ -138,6 +140,8 @@ class Unit:
     activation_bytes: int = 0
     input_bytes: int = 0
     logits_bytes: int = 0
+    attention_flops: int = 0
+    attention_bytes: int = 0
     runs: bool = True
     page: tuple[PagePart, ...] = ()
     page_bytes: int = 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 OF_ACTIVATIONS: dict[tuple[str, str], str] = {
+    ("offload/activations/attention.py", "make its forward the same each time, or pass"): (
+        "tests/parity/test_kept_attention.py::test_a_forward_that_differs_is_an_error"
+    ),
     ("offload/activations/tiles.py", "so it cannot run in tiles; leave it out"): (
         "tests/parity/test_tiles.py::test_modules_that_are_no_feed_forward_layers_are_refused"
     ),
