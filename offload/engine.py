@@ -43,7 +43,6 @@ from .params.pickling import Pickling
 from .params.resident_param_guard import ResidentParamGuard
 from .planning.bounds import move_seconds
 from .planning.budgets import Untaken
-from .planning.costs import Costs
 from .planning.models import entries
 from .planning.plan import Plan
 from .private import buffers_private, torch_private
@@ -65,6 +64,7 @@ from .step.forward_stack import ForwardStack
 from .step.forwards import Forwards
 from .step.hooks import ModuleHooks
 from .step.modelled_compute import ModelledCompute
+from .step.repeats import Repeats
 from .step.stepping import Stepping
 
 log = logging.getLogger("overspill")
@@ -126,6 +126,7 @@ class Engine(Closeable):
         loop = Loop(
             model, groups, runtime, trainer, stack, units, guard, waiter, weights, materializing,
             averages, policy, collector, held, stepping, commits, tuner,
+            Repeats(stack, backward, collector, ledger, tuner, accelerator),
         )  # fmt: skip
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
@@ -150,6 +151,7 @@ class Engine(Closeable):
         ))  # fmt: skip
         self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
         self._contents, self._onloaded_units, self._materializing = contents, units, materializing
+        self.tuner = tuner
         # `hooks` report a closed engine until `let_go`; `while_open` works only with an open one.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there are resources to close
@@ -174,7 +176,8 @@ class Engine(Closeable):
             hooks.append(Conversions(model, in_engine, lambda: runtime.closed))
             if not groups:
                 protocol = runtime.executor.protocol
-                hooks.append(Forwards(model, protocol, engine.forwarded, engine.running))
+                inside = partial(getattr, engine._loop, "entries_inside")
+                hooks.append(Forwards(model, protocol, engine.forwarded, inside))
             engine.may_close()
             marks = ModelMarks(model, lambda: engine.ordinary)
             hooks.append(marks)
@@ -247,10 +250,6 @@ class Engine(Closeable):
         """The recorded steps."""
         return self.runtime.trace
 
-    def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """Return the units to recompute, and the costs that a step was assumed to have."""
-        return self._loop.adapted()
-
     # -- training -------------------------------------------------------------------------------
 
     def step(self, groups: Container[int] | None = None) -> None:
@@ -269,10 +268,6 @@ class Engine(Closeable):
     def forwarded(self, count: int, tokens: int) -> None:
         """Record, for inference, that forward number ``count`` with this many tokens has ended."""
         self._figures.taken(count, tokens)
-
-    def running(self) -> int:
-        """Return the number of entries that run in this thread, if there are several."""
-        return self._loop.entries_inside
 
     @property
     def step_count(self) -> int:
@@ -310,6 +305,10 @@ class Engine(Closeable):
     def restart(self) -> Any:
         """Restore random generators from the last commit, and return its ``extra``."""
         return self._loop.restart()
+
+    def make_room(self) -> bool:
+        """See ``EngineHandle.make_room``."""
+        return self._loop.make_room()
 
     def sleep(self, *, host: bool) -> None:
         """See ``EngineHandle.sleep``."""

@@ -84,6 +84,41 @@ class EngineHandle:
         refuse_reentry()
         self._engine.wake()
 
+    def make_room(self) -> bool:
+        """Keep fewer activations on the device from now on, after a forward or backward has raised
+        ``torch.OutOfMemoryError``.
+
+        Call it after all tensors of the failed forward are dropped.  It lowers the room for
+        activations by a quarter, under ``activations="auto"`` chooses again which units are
+        recomputed, and frees memory that PyTorch caches.  It also prepares a repetition of the
+        micro-batch: gradients that the failed backward has delivered are not added twice, and
+        random numbers that its forward has drawn from torch's generators are drawn again.
+
+        Example::
+
+            for tries in range(3):
+                try:
+                    loss = model(**batch).loss
+                    loss.backward()
+                    break
+                except torch.OutOfMemoryError:
+                    loss = None
+                    if not optimizer.make_room():
+                        raise
+
+        Returns:
+            Whether to repeat the forward and backward: fewer activations will stay.  ``False`` if
+            nothing can be lowered (``activations="keep"``), or if ``update="backward"`` has
+            updated units already: then ``step()`` takes the step as it is.
+
+        Raises:
+            OffloadError: gradients of earlier micro-steps were lost; call ``zero_grad()`` and
+                repeat the whole step.  Or this is not the training thread, or the model is under
+                FSDP2 or DDP.
+        """
+        refuse_reentry()
+        return self._engine.make_room()
+
     def close(self) -> None:
         """End all threads and free all memory; the model cannot run any more (see ``unwrap``)."""
         self._engine.close()

@@ -21,7 +21,6 @@ from .grads.update_waiter import UpdateWaiter
 from .movement.runtime import Runtime
 from .params.onloaded_units import OnloadedUnits
 from .params.resident_param_guard import ResidentParamGuard
-from .planning.costs import Costs
 from .private.reentrancy import wait_for_others
 from .private.torch_private import in_backward
 from .private.trainer import Trainer
@@ -32,6 +31,7 @@ from .state.param_access import ParamAccess
 from .state.torch_state import OptimizerState
 from .step.forward_stack import ForwardStack
 from .step.param_group_check import ParamGroupCheck
+from .step.repeats import Repeats
 from .step.stepping import Stepping
 
 log = logging.getLogger("overspill")
@@ -59,6 +59,7 @@ class Loop:
         stepping: Stepping,
         commits: Commits | None,
         tuner: ActivationTuner,
+        repeats: Repeats,
     ) -> None:
         self._before_use = weights.before_use
         self._runtime, self._trainer = runtime, trainer
@@ -71,6 +72,7 @@ class Loop:
         self._weights, self._materializing, self._averages = weights, materializing, averages
         self._backward_updates, self._collector, self._held = backward_updates, collector, held
         self._stepping, self._commits, self._tuner = stepping, commits, tuner
+        self._repeats = repeats
         runtime.sleeping.add_user(collector)
 
     def require(self) -> None:
@@ -136,6 +138,7 @@ class Loop:
             self._group_check.check()
         self.write_copies()
         self._onloaded_units.refuse_edits()
+        self._repeats.before_forward()
         if self._commits is not None:
             self._commits.require_whole()
             if torch.is_grad_enabled():
@@ -180,6 +183,7 @@ class Loop:
         self._before_use()
         self._direct.finish()
         self._weights.reconcile()
+        self._repeats.backward_begins()
         self._onloaded_units.let_go()  # a unit kept open for reading may be updated
 
     def backward_over(self) -> None:
@@ -187,6 +191,11 @@ class Loop:
         if self._executor.health.failed or self._runtime.closed:
             return
         self._resident_guard.hide_all()  # shown again by a checkpoint's recomputation
+        if self._repeats.ending:
+            self._collector.appeared_any = False
+            self._trace.compute_pause()
+            return
+        self._repeats.backward_over()
         self._collector.deliver_all()
         self._held.renew()
         if self._collector.appeared_any:  # otherwise it was an unrelated autograd.grad
@@ -219,6 +228,12 @@ class Loop:
         """Declare every backward in this block to be (or not to be) the last one of the step."""
         return self._backward_updates.declared(final)
 
+    def make_room(self) -> bool:
+        """See ``EngineHandle.make_room``."""
+        self._trainer.claim()
+        self.require_usable()
+        return self._repeats.make_room()
+
     # -- sleep ----------------------------------------------------------------------------------
 
     def sleep(self, *, host: bool) -> None:
@@ -244,10 +259,6 @@ class Loop:
         self._runtime.sleeping.wake()
 
     # -- commits --------------------------------------------------------------------------------
-
-    def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """See ``ActivationTuner``."""
-        return self._tuner.adapted()
 
     def commit(self, what: str) -> None:
         """Make the present state durable; ``what`` names the user's call in errors."""

@@ -62,6 +62,8 @@ class GradientCollector:
     Attributes:
         zeroed: parameters whose gradient was set to zero in place.
         torn: parameters of units whose delivery was interrupted by an exception.
+        arrived: parameters whose gradients the last backward has brought.
+        repeated: those of a backward that is repeated, which are dropped when they come again.
     """
 
     def __init__(
@@ -94,6 +96,9 @@ class GradientCollector:
         }
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()
+        self._torn_sums = False  # a part of earlier micro-steps was lost with a torn gradient
+        self.arrived: set[int] = set()
+        self.repeated: set[int] = set()
         self.taken: dict[int, int] = {}  # how often a fresh gradient came
         self.appeared_any = False  # since a caller last set it to ``False``
         self._told = [0] * len(parts.units)  # how often gradients were handed over
@@ -129,6 +134,7 @@ class GradientCollector:
         self.appeared_any = True
         if grad is None:
             return
+        self.arrived.add(index)  # first: if the next lines raise, ``p.grad`` may be a plain tensor
         if grad.requires_grad and torch.is_grad_enabled():  # as autograd does for create_graph only
             raise GradientError(
                 f"the gradient of parameter {self._name(index)!r} has a graph, after "
@@ -162,6 +168,7 @@ class GradientCollector:
                 "dense gradients only (for an embedding: sparse=False)"
             )
         unit = self.parts.unit_of[index]
+        self.repeated.discard(index)
         self._backward_updates.refuse_updated(unit)
         pending = self._pending_of(unit)
         pending.added.pop(index, None)  # from a backward that raised; dropped since
@@ -190,6 +197,7 @@ class GradientCollector:
         self.zeroed.discard(index)
         self._backward_updates.renew(index)
         self.torn.discard(index)
+        self._torn_sums &= bool(self.torn)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zero, as for ``p.grad.zero_()``, without writing zeros yet."""
@@ -216,6 +224,9 @@ class GradientCollector:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add to a gradient, as for ``p.grad.add_(grad)``, by which autograd accumulates."""
+        if index in self.repeated and torch_private.in_backward():
+            self.repeated.discard(index)
+            return
         if index in self.zeroed:
             self.replace(index, grad)
             return
@@ -228,6 +239,7 @@ class GradientCollector:
             pending.added[index] = pending.added[index] + grad
         else:
             pending.added[index] = grad.detach().resolve_conj().clone()
+        self.arrived.add(index)
         self._ledger.squares.pop(index, None)  # last: the norm is measured again at delivery
 
     def awaits(self, index: int) -> bool:
@@ -295,6 +307,7 @@ class GradientCollector:
         except BaseException:
             # How far it came is unknown.
             self.torn.update(self.trained[unit])
+            self._torn_sums |= merge
             self.pending.pop(unit, None)
             if not self.executor.health.failed:
                 self.executor.engine_port.tell(GradLost(unit))
@@ -339,6 +352,27 @@ class GradientCollector:
             self.executor.compute.mark(place)
         self._onloaded_units.compute_over(unit)
         return on_slot, in_place
+
+    def require_whole(self) -> None:
+        """Raise if gradients of earlier micro-steps were lost; see ``Repeats.make_room``."""
+        if self.torn and self._torn_sums:
+            raise GradientError(
+                f"an exception interrupted the gradient of {self._name(min(self.torn))!r}, and "
+                "with it those of earlier micro-steps were lost; call zero_grad(), and repeat all "
+                "micro-batches of this step"
+            )
+
+    def repeat_arrived(self) -> None:
+        """Drop the gradients that the last backward has brought when they come again."""
+        untaken = [
+            index for index in self.arrived
+            if type(torch_private.grad_of(self.parts.parameters[index])) is torch.Tensor
+        ]  # fmt: skip
+        for index in {*self.torn, *untaken}:
+            with torch_private.without_overrides():
+                self.parts.parameters[index].grad = None
+            self._renew(index)
+        self.repeated = {index for index in self.repeated | self.arrived if self.live(index)}
 
     def refuse_torn(self, params: Collection[int]) -> None:
         """Raise if an exception interrupted the gathering of one of these gradients."""
@@ -436,6 +470,7 @@ class GradientCollector:
         self.zeroed.clear()
         self._backward_updates.drop()
         self.torn.clear()
+        self.repeated.clear()
 
     def present(self, unit: int) -> frozenset[int]:
         """Return the unit's parameters that have a gradient."""

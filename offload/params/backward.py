@@ -54,6 +54,11 @@ class Backward:
         if not self._tasks:
             self._finish()
 
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass has begun and was not ended, maybe because it raised."""
+        return bool(self._tasks)
+
     def enter(self, unit: int) -> None:
         """Onload ``unit``, which backward has reached, and release the units before it.
 

@@ -215,6 +215,17 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._steps.after_rollback()
         return extra
 
+    def make_room(self) -> bool:
+        """Raise ``OffloadError``: the other ranks would not repeat the micro-batch.
+
+        Raises:
+            OffloadError: always.
+        """
+        raise LifecycleError(
+            "make_room() does not work on several ranks, since all of them would have to repeat "
+            "the micro-batch; use fewer tokens, or activation checkpointing"
+        )
+
     def sleep(self, *, host: bool = False) -> None:
         """Raise ``OffloadError``: FSDP2 and DDP hold views of the memory that this would free.
 

@@ -1,0 +1,72 @@
+"""Repetition of a micro-batch that has run out of memory; see Note [Repeated micro-batches]."""
+
+from __future__ import annotations
+
+import torch
+
+from ..activations.activation_tuner import ActivationTuner
+from ..grads.gradients import GradientCollector
+from ..movement.accelerators.base import Accelerator
+from ..params.backward import Backward
+from ..private import torch_private
+from ..schedule.ledger import Ledger
+from .forward_stack import ForwardStack
+
+# Note [Repeated micro-batches]
+# A forward or a backward that raises leaves the engine usable: hooks and units are closed, and what
+# autograd has saved is dropped with its graph. A backward has delivered a part of its gradients by
+# then. If the micro-batch is repeated, these gradients come again, with the same values, and are
+# dropped (``GradientCollector.repeated``); the others are added. So nothing is counted twice, and
+# no copy of the gradients is needed.
+#
+# The values are the same because weights and random numbers are: torch's generators are set back to
+# their states at the beginning of the first forward since the last backward that has ended. Under
+# ``update="backward"``, weights that the failed backward has updated are not the same, so it cannot
+# be repeated.
+
+
+class Repeats:
+    """What is needed to repeat the forward and backward of a micro-batch."""
+
+    def __init__(
+        self, forward_stack: ForwardStack, backward: Backward, collector: GradientCollector,
+        ledger: Ledger, tuner: ActivationTuner, accelerator: Accelerator,
+    ) -> None:  # fmt: skip
+        self._forward_stack, self._backward, self._collector = forward_stack, backward, collector
+        self._ledger, self._tuner, self._accelerator = ledger, tuner, accelerator
+        self._random: torch_private.Random | None = None
+        self.ending = False  # a failed backward is being ended, to be repeated
+
+    def before_forward(self) -> None:
+        """Record the random numbers of the first forward since the last backward."""
+        if self._random is None and torch.is_grad_enabled():
+            self._random = torch_private.random_states(self._accelerator.device)
+
+    def backward_begins(self) -> None:
+        """Begin to record which gradients a backward brings."""
+        self._collector.arrived.clear()
+
+    def backward_over(self) -> None:
+        """Forget the micro-batch, whose backward has ended."""
+        self._random = None
+        self._collector.repeated.clear()
+
+    def make_room(self) -> bool:
+        """See ``EngineHandle.make_room``."""
+        made = self._tuner.make_room()
+        failed = self._backward.running
+        self._collector.require_whole()
+        self.ending = True
+        try:
+            self._forward_stack.tidy()
+            self._backward.abandon()
+        finally:
+            self.ending = False
+        self._accelerator.empty_cache()
+        if self._ledger.early:
+            return False
+        if failed:
+            self._collector.repeat_arrived()
+        if self._random is not None:
+            torch_private.restore_random_states(self._random, self._accelerator.device)
+        return made

@@ -1,0 +1,251 @@
+"""A micro-batch that runs out of memory is repeated: the same bits as without the failure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overspill
+from tests.devices import CPU, SIM, about_cpu, normal
+
+WIDTH, TOKENS, STEPS = 32, 64, 3
+TIGHT = {"device": SIM, "device_memory": "200KiB", "host_memory": "4MiB"}
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"device": CPU, "host_memory": "4MiB"},
+    "tight": TIGHT,
+    "step": {**TIGHT, "update": "step"},
+    "clipped": {**TIGHT, "max_grad_norm": 0.1},
+    "recompute": {**TIGHT, "activations": "recompute"},
+}
+
+
+Around = Callable[[int, int], TorchDispatchMode | None]
+
+
+class Failing(TorchDispatchMode):
+    """Raises at one operator that allocates its result, counted from 0."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        allocates = all(argument.alias_info is None for argument in func._schema.arguments)
+        number, self.count = self.count, self.count + allocates
+        if allocates and number == self.at:
+            raise torch.OutOfMemoryError("drawn")
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = functional.dropout(functional.gelu(self.up(self.norm(x))), 0.2, self.training)
+        return x + self.down(inner)
+
+
+class Net(nn.Module):
+    """The first and the last block share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def train(
+    options: dict[str, Any], micro_steps: int, around: Around
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, weights, and how often a micro-batch was repeated."""
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, repeats = [], 0
+    with overspill.wrap(model, adamw, accumulate=micro_steps, **options) as optimizer:
+        torch.manual_seed(1)
+        for step in range(STEPS):
+            for micro_step in range(micro_steps):
+                x = normal(7 * step + micro_step, TOKENS, WIDTH)
+                failing = around(step, micro_step)
+                while True:
+                    try:
+                        with failing or Failing(None):
+                            loss = model(x)
+                            loss.backward()
+                        break
+                    except torch.OutOfMemoryError:
+                        loss = failing = None  # type: ignore[assignment]
+                        assert optimizer.make_room() or options.get("activations") == "keep"
+                        repeats += 1
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        overspill.unwrap(model)
+    return losses, [t.clone() for t in model.state_dict().values()], repeats
+
+
+def never(_step: int, _micro_step: int) -> None:
+    return None
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_repeated_micro_batch_gives_the_same_bits(place: str, micro_steps: int) -> None:
+    options = PLACES[place]
+    counters: list[Failing] = []
+
+    def counting(_step: int, _micro_step: int) -> Failing:
+        counters.append(Failing(None))
+        return counters[-1]
+
+    losses, weights, _ = train(options, micro_steps, counting)
+    assert train(options, micro_steps, never)[0] == losses
+    rng = random.Random(place)
+    for _ in range(6):
+        step, micro_step = rng.randrange(STEPS), rng.randrange(micro_steps)
+        at = rng.randrange(counters[step * micro_steps + micro_step].count)
+
+        def failing(s: int, m: int, there: Any = (step, micro_step), at: int = at) -> Any:
+            return Failing(at) if (s, m) == there else None
+
+        found = train(options, micro_steps, failing)
+        assert found[2] == 1, (step, micro_step, at)
+        assert found[0] == losses, (step, micro_step, at)
+        assert all(map(torch.equal, found[1], weights)), (step, micro_step, at)
+
+
+@about_cpu
+def test_gradients_of_a_failed_backward_count_once_without_a_repetition_too() -> None:
+    """``zero_grad()`` drops them all; what comes next is counted again."""
+    model, plain = Net().eval(), Net().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        with Failing(None) as counting:
+            model(x).backward()
+        optimizer.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError), Failing(counting.count * 3 // 4):
+            model(x).backward()
+        assert optimizer.make_room()
+        optimizer.zero_grad()
+        model(x).backward()
+        model(2 * x).backward()
+        plain(x).backward()
+        plain(2 * x).backward()
+        for p, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert own.grad is not None and p.grad is not None
+            torch.testing.assert_close(own.grad.clone(), p.grad)
+
+
+@about_cpu
+def test_another_backward_ends_the_repetition() -> None:
+    model = Net().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        with Failing(None) as counting:
+            model(x).backward()
+        once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError), Failing(counting.count * 3 // 4):
+            model(x).backward()
+        assert optimizer.make_room()
+        for _ in range(3):
+            model(x).backward()
+        for grad, p in zip(once, model.parameters(), strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad.clone(), 3 * grad)
+
+
+@about_cpu
+def test_a_backward_that_has_updated_weights_is_not_repeated() -> None:
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    options = {**PLACES["host"], "update": "backward"}
+    with overspill.wrap(model, adamw, **options) as optimizer:
+        with Failing(None) as counting:
+            model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError), Failing(counting.count * 3 // 4):
+            model(x).backward()
+        assert not optimizer.make_room()
+        optimizer.step()  # takes the step as it is
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+
+@about_cpu
+def test_room_shrinks_and_units_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(
+        *(nn.TransformerEncoderLayer(64, 4, 4096, 0.0, batch_first=True) for _ in range(6))
+    )
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, 1, 512, 64)  # 8 MiB a tensor of the middle
+    options = {"device": "cpu", "host_memory": "400MiB", "rates": overspill.Rates()}
+    with overspill.wrap(model, adamw, **options) as optimizer:
+        tuner = optimizer._engine.tuner
+        assert tuner.saved_offloader is not None
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not tuner.recompute.units
+        rooms = []
+        while optimizer.make_room() and len(rooms) < 4:
+            rooms.append(tuner.saved_offloader.room_bytes)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert rooms == sorted(rooms, reverse=True) and rooms[0] < 120 << 20
+        assert len(tuner.recompute.units) > 1
+    assert "overspill: out of memory: from now on at most" in caplog.text
+
+
+@about_cpu
+def test_kept_activations_leave_nothing_to_lower() -> None:
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, adamw, **PLACES["host"], activations="keep") as optimizer:
+        with pytest.raises(torch.OutOfMemoryError), Failing(12):
+            model(normal(0, TOKENS, WIDTH))
+        assert not optimizer.make_room()
+
+
+@about_cpu
+def test_lost_sums_of_earlier_micro_steps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, accumulate=2, **PLACES["host"]) as optimizer:
+        model(x).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(optimizer._engine._loop._collector), "_gather", Failing.__torch_dispatch__
+            )
+            with pytest.raises(Exception, match="_schema"):
+                model(x).backward()
+        with pytest.raises(overspill.OffloadError, match="repeat all micro-batches"):
+            optimizer.make_room()
+        optimizer.zero_grad()
+        model(x).backward()
+        model(x).backward()
+        optimizer.step()
