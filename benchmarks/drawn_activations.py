@@ -117,7 +117,7 @@ def _seen(drawn: Drawn, model: Stack, optimizer: Any) -> dict[str, Any]:
     }  # fmt: skip
     engine = engine_of(model)
     assert engine is not None
-    adapted = engine.tuner.adapted()
+    adapted = engine._loop.tuner.adapted()
     if adapted is not None:
         chosen, costs = adapted
         blueprint = engine.runtime.blueprint

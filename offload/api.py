@@ -349,9 +349,9 @@ def resume(
     under ``empty_init()``.  A warning names hyper-parameters of ``optimizer`` that differ; to
     change one, set it in ``param_groups`` afterwards.
 
-    Budgets, tiers, the update mode and the device may differ from those of the previous run; number
-    formats are those of the store.  With other directories in ``nvme``, the commit is first copied
-    there, striped over all of them, and the old store stays.
+    Budgets, tiers, update mode and device may differ from those of the previous run; number formats
+    are those of the store.  With other directories in ``nvme``, the commit is first copied there,
+    striped over all of them, and the old store stays.
 
     Args:
         path: the directory of the store, or all of them.
@@ -486,8 +486,7 @@ def named_weights(model: OneOrMore) -> Iterator[tuple[str, torch.Tensor]]:
     For models that were wrapped together, pass one of them or the dict of all.  Weights come in the
     engine's order, unit by unit.  Each is fetched once, so the caller need not hold several, and is
     the current one when it is fetched; training may continue between iterations.  Tied parameters
-    come once, as in ``model.named_parameters()``; buffers are not included, because they are not
-    offloaded.
+    come once.  Buffers are not included, because they are not offloaded.
 
     Yields:
         The parameter's name and a copy of its weight, on the model's device, in its dtype.

@@ -131,10 +131,7 @@ class Engine(Closeable):
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
-        seen = ModuleHooks(
-            model, units, backward, stack, runtime.trace, loop, tuner.saved_offloader,
-            tuner.recompute,
-        )  # fmt: skip
+        seen = ModuleHooks(model, units, backward, stack, runtime.trace, loop, tuner)
         hooks += [seen, Choices(model, units)]
         self.external_forward = ExternalForwardAdapter(
             ledger, seen, loop, units, collector, weights, while_open
@@ -151,7 +148,6 @@ class Engine(Closeable):
         ))  # fmt: skip
         self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
         self._contents, self._onloaded_units, self._materializing = contents, units, materializing
-        self.tuner = tuner
         # `hooks` report a closed engine until `let_go`; `while_open` works only with an open one.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there are resources to close

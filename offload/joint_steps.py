@@ -15,6 +15,7 @@ from .engine import Engine
 from .optim.joint import JointOptimizer
 from .optim.single_step import same_value, shared_copies
 from .optimizer import OffloadedOptimizer
+from .private import torch_private
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
 from .state.torch_state import Make, OptimizerState
@@ -196,6 +197,7 @@ class OptimizerPart(OffloadedOptimizer):
         """The number of steps that it has taken, including those before ``resume``."""
         return self._steps.count(self._number)
 
+    @torch_private.without_grad
     def _take_step(self) -> None:
         self._steps.step(self._number)
 

@@ -71,7 +71,7 @@ class Loop:
         self._resident_guard, self._update_waiter = resident_guard, update_waiter
         self._weights, self._materializing, self._averages = weights, materializing, averages
         self._backward_updates, self._collector, self._held = backward_updates, collector, held
-        self._stepping, self._commits, self._tuner = stepping, commits, tuner
+        self._stepping, self._commits, self.tuner = stepping, commits, tuner
         self._repeats = repeats
         runtime.sleeping.add_user(collector)
 
@@ -222,7 +222,7 @@ class Loop:
         self._stepping.step(groups)
         self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
-        self._tuner.stepped()
+        self.tuner.stepped()
 
     def declared(self, final: bool) -> Declared:
         """Declare every backward in this block to be (or not to be) the last one of the step."""

@@ -81,7 +81,6 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
     # -- training -------------------------------------------------------------------------------
 
-    @torch_private.without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient; return the closure's result, if any."""
         loss = None
@@ -91,6 +90,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         self._take_step()
         return loss
 
+    @torch_private.without_grad
     def _take_step(self) -> None:
         self._engine.step()
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ActivationError
-from ..private import torch_private
+from ..private import checkpoint_private, torch_private
 
 # Note [Kept outputs of attention]
 # With long sequences, attention takes most of a unit's time, but its outputs are a small part of
@@ -38,21 +38,15 @@ Unpack = Callable[[Any], torch.Tensor]
 
 def _keeps(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether ``func`` is an operator of attention that draws no random numbers."""
+    if not args or type(args[0]) is not torch.Tensor:  # as where code is compiled
+        return False
     name = func.overloadpacket.__name__
     if func.namespace in _LIBRARIES:
         if "forward" not in name:
             return False
     elif func.namespace != "aten" or name not in _ATEN:
         return False
-    return not _argument(func, "dropout_p", args, kwargs)
-
-
-def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an argument of an operator's call; ``None`` if it has none of this name."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return None
+    return not checkpoint_private.operator_argument(func, "dropout_p", args, kwargs)
 
 
 class KeptAttention:
@@ -76,7 +70,7 @@ class KeptAttention:
             self._live.append((each, torch_private.version_of(each)))
             return _Packed(self._pack(each.detach()))
 
-        with torch_private.counting_versions():
+        with checkpoint_private.counting_versions():
             self._kept.append((func, torch_private.tree_map(packed, result)))
 
     def end(self) -> None:
@@ -100,7 +94,7 @@ class KeptAttention:
                 return each
             return self._unpack(each.value).detach()
 
-        with torch_private.counting_versions():
+        with checkpoint_private.counting_versions():
             return torch_private.tree_map(unpacked, self._kept[place][1])
 
 
@@ -113,7 +107,15 @@ class _Packed:
         self.value: Any = value
 
 
-class _Keeping(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A mode that leaves ``torch.compile`` on: compiled code is not looked into."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keeping(_Mode):
     """Stores the outputs of attention."""
 
     def __init__(self, kept: KeptAttention) -> None:
@@ -130,7 +132,7 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-class _Taking(TorchDispatchMode):
+class _Taking(_Mode):
     """Takes stored outputs of attention instead of calling its operators."""
 
     def __init__(self, kept: KeptAttention) -> None:
@@ -153,7 +155,7 @@ class _Taking(TorchDispatchMode):
         return func(*args, **given)
 
 
-class AttentionMeter(TorchDispatchMode):
+class AttentionMeter(_Mode):
     """Measures the attention of a forward that is not recomputed.
 
     Attributes:
@@ -180,6 +182,6 @@ class AttentionMeter(TorchDispatchMode):
         self.nbytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
         query, key = args[0], args[1]
         keys = key.shape[1 if func.namespace in _LIBRARIES else -2]
-        causal = _argument(func, "is_causal", args, given)
+        causal = checkpoint_private.operator_argument(func, "is_causal", args, given)
         self.flops += 4 * query.numel() * keys // (2 if causal else 1)
         return result

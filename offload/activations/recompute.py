@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ActivationError
 from ..planning.partition import Partition
 from ..planning.recompute import Recomputed
-from ..private import module_private, torch_private
+from ..private import checkpoint_private, torch_private
 from .activations import SavedHandle, SavedTensorOffloader
 from .attention import AttentionMeter, KeptAttention
 from .known_code import known
@@ -117,9 +117,9 @@ class Recompute:
         """The units to recompute."""
         return self.chosen.units
 
-    def kept_attention(self, unit: int, module: nn.Module) -> KeptAttention | None:
+    def kept_attention(self, unit: int) -> KeptAttention | None:
         """Return what keeps the outputs of attention of a forward, or ``None``."""
-        if unit not in self.chosen.keep_attention or module_private.is_compiled(module):
+        if unit not in self.chosen.keep_attention:
             return None
         return KeptAttention(self._pack, self._unpack)
 
@@ -307,9 +307,9 @@ class _Checkpointed:
         drawn = [random_numbers()]
         self._before, self._drawn, self._after = state_of(module), drawn, after
         self._weights = weights_of(module)
-        self._attention = recompute.kept_attention(unit, module)
+        self._attention = recompute.kept_attention(unit)
         contexts = () if self._attention is None else (self._attention.contexts,)
-        self._checkpoint: Checkpoint = torch_private.checkpoint(
+        self._checkpoint: Checkpoint = checkpoint_private.checkpoint(
             again, list(inputs.values()), *contexts
         )
         next(self._checkpoint)
@@ -349,19 +349,16 @@ class _Watched:
         self._recompute, self._unit, self._module = recompute, unit, module
         self._before, self._training = self._now(), module.training
         self._inputs = _versions(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self._meter = None if module_private.is_compiled(module) else AttentionMeter()
-        if self._meter is not None:
-            self._meter.__enter__()
+        self._meter = AttentionMeter()
+        self._meter.__enter__()
 
     def _now(self) -> State:
         return state_of(self._module) | weights_of(self._module) | random_numbers()
 
     def end(self, *, completed: bool) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(None, None, None)
+        self._meter.__exit__(None, None, None)
         if completed:
-            if self._meter is not None:
-                self._recompute.measured(self._unit, self._meter)
+            self._recompute.measured(self._unit, self._meter)
             changed = first_changed(self._before, self._now())
             if _written(self._inputs):
                 changed = "its input"

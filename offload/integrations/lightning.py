@@ -31,6 +31,7 @@ from ..engine import engine_of
 from ..io_engine.atomic_files import make_folder, replacing
 from ..optimizer import OffloadedOptimizer, optimizer_of
 from ..private import optimizer_private
+from ..room import with_room
 
 log = logging.getLogger("overspill")
 
@@ -88,6 +89,16 @@ class OverspillStrategy(SingleDeviceStrategy):
         else:  # a fit before this one has wrapped the model
             _start_anew(self._wrapped, made)
         self.optimizers = self._wrapped
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Any, model: Any = None, **more: Any
+    ) -> Any:  # fmt: skip
+        """Repeat the last micro-batch of a step if it runs out of memory."""
+
+        def repeated() -> Any:
+            return with_room(optimizer, closure)
+
+        return super().optimizer_step(optimizer, repeated, model, **more)
 
     @property
     def _wrapped(self) -> list[Any]:

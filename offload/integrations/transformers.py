@@ -50,6 +50,7 @@ from ..optimizer import OffloadedOptimizer
 from ..state.hub_names import is_of_transformers
 from .checkpoints import newest_complete, problem_of
 from .defaults import OptionsBlock, default_options
+from .repeating import Repeating
 
 log = logging.getLogger("overspill")
 ADAPTER = "adapter_model.safetensors"
@@ -70,7 +71,7 @@ _AS_ADAMW: dict[str, str] = {
 }
 
 
-class _Offloaded(Trainer):
+class _Offloaded(Repeating):
     """Mixed in before a trainer's own class."""
 
     model: Any
@@ -198,12 +199,6 @@ class _Offloaded(Trainer):
     def _prepare_for_training(self, *args: Any, **more: Any) -> Any:
         with self._in_place():
             return super()._prepare_for_training(*args, **more)
-
-    def training_step(self, *args: Any, **more: Any) -> torch.Tensor:
-        assert self._offloaded is not None, "made before the first step"
-        with self._offloaded.accumulate(final=self.accelerator.sync_gradients):
-            loss: torch.Tensor = super().training_step(*args, **more)
-        return loss
 
     def evaluation_loop(self, *args: Any, **more: Any) -> Any:
         self.create_optimizer()

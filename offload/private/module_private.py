@@ -77,15 +77,6 @@ def calls_as_modules_do(module: torch.nn.Module) -> bool:
     return not any(map(_of_others, own))
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a part of a module is compiled by ``torch.compile``."""
-    return any(
-        isinstance(each, torch._dynamo.OptimizedModule)  # type: ignore[attr-defined]
-        or getattr(each, "_compiled_call_impl", None) is not None
-        for each in module.modules()
-    )
-
-
 def is_scripted(module: torch.nn.Module) -> bool:
     """Return whether a part of a module runs in TorchScript, which ignores tensor subclasses."""
     return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())

@@ -1,4 +1,4 @@
-"""All private PyTorch interfaces that the engine uses, in one place.
+"""Private PyTorch interfaces that the engine uses.
 
 They were tested with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls each.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from .reentrancy import callers, is_engine
 
@@ -71,31 +70,6 @@ def in_checkpoint() -> bool:
     """Return whether ``torch.utils.checkpoint`` sees what autograd saves now."""
     pair = top_saved_tensor_hooks() if saved_tensor_hooks_allowed() else None
     return pair is not None and of_checkpoint(pair)
-
-
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-
-def checkpoint(
-    function: Callable[..., None], inputs: Sequence[torch.Tensor],
-    contexts: Contexts = noop_context_fn,
-) -> Generator[None, None, None]:  # fmt: skip
-    """Return a non-reentrant checkpoint that starts at the first ``next`` and ends at the second.
-
-    ``function`` recomputes from ``inputs`` what runs between the two.  ``contexts`` returns what
-    surrounds the forward, and each recomputation.
-    """
-    made: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
-        function, True, contexts, "default", False, True, *inputs
-    )
-    return made
-
-
-def counting_versions() -> AbstractContextManager[object]:
-    """Return a context for code below autograd in which views share their version counters."""
-    key = torch._C.DispatchKey.ADInplaceOrView
-    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
-    return guard
 
 
 def saved_tensor_hooks_allowed() -> bool:

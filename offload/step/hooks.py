@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..activations.activations import NOWHERE, SavedTensorOffloader
-from ..activations.recompute import Recompute
+from ..activations.activation_tuner import ActivationTuner
+from ..activations.activations import NOWHERE
 from ..facts.trace import Trace
 from ..logits.deferred import DeferredLogits
 from ..params.backward import Backward
@@ -55,11 +55,10 @@ class ModuleHooks:
         forward_stack: ForwardStack,
         trace: Trace,
         loop: Occasions,
-        saved_offloader: SavedTensorOffloader | None,
-        recompute: Recompute,
+        tuner: ActivationTuner,
     ) -> None:
         """Install the hooks."""
-        self._saved_offloader, self._recompute = saved_offloader, recompute
+        self._saved_offloader, self._recompute = tuner.saved_offloader, tuner.recompute
         self._onloaded_units, self._backward, self._forward_stack = (
             onloaded_units,
             backward,

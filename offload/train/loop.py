@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import GradientError
 from ..facts.stats import Stats
+from ..room import with_room
 from .data import Batches
 from .progress import Progress
 from .ranks import ALONE, Ranks, without_sync
@@ -94,7 +95,7 @@ def train(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before, cpu_before = time.perf_counter(), time.process_time()
     for step in range(progress.step + 1, settings.steps + 1):
-        loss, tokens = _gradients(model, batches, settings, scaler)
+        loss, tokens = _gradients(model, optimizer, batches, settings, scaler)
         if not torch.isfinite(loss):
             raise GradientError(
                 f"the loss is {loss.item()} at step {step}; lower the learning rate (lr), clip "
@@ -119,7 +120,11 @@ def train(
 
 
 def _gradients(
-    model: nn.Module, batches: Batches, settings: LoopSettings, scaler: torch.amp.GradScaler
+    model: nn.Module,
+    optimizer: Any,
+    batches: Batches,
+    settings: LoopSettings,
+    scaler: torch.amp.GradScaler,
 ) -> tuple[torch.Tensor, int]:
     """Runs all micro-batches forward and backward; mean loss (detached) and number of tokens."""
     total = torch.zeros((), device=settings.device)
@@ -127,8 +132,12 @@ def _gradients(
     for number in range(1, settings.accumulate + 1):
         batch = next(batches).to(settings.device)
         tokens += batch.numel() * settings.ranks.size
-        with without_sync(model, last=number == settings.accumulate):
-            loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+
+        def run(batch: torch.Tensor = batch, last: bool = number == settings.accumulate) -> Any:
+            with without_sync(model, last=last):
+                loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        total += run() if settings.ranks.several else with_room(optimizer, run)
     return settings.ranks.mean(total), tokens

@@ -23,4 +23,5 @@ def native() -> Iterator[ModuleType]:
     module.set_delays(0, 0, 0)
     module.set_rates(0.0, 0.0)
     module.set_budget(4 << 30)
+    module.fail_allocation(0)
     module.set_lockable_bytes((1 << 63) - 1)

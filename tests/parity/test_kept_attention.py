@@ -160,7 +160,7 @@ def test_kept_outputs_are_offloaded_and_reloaded() -> None:
     packed = Counter[str]()
     with overspill.wrap(model, adamw(model), **options) as optimizer:
         train(model, optimizer, 2)
-        recompute = engine_of(model).tuner.recompute  # type: ignore[union-attr]
+        recompute = engine_of(model)._loop.tuner.recompute  # type: ignore[union-attr]
         pack = recompute._pack
 
         def counted(t: torch.Tensor) -> object:
@@ -237,7 +237,7 @@ def test_the_simulator_chooses_it_where_attention_is_long(
             model(normal(step, 12, LENGTH, WIDTH)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        adapted = engine_of(model).tuner.adapted()  # type: ignore[union-attr]
+        adapted = engine_of(model)._loop.tuner.adapted()  # type: ignore[union-attr]
     assert adapted is not None
     chosen, costs = adapted
     assert isinstance(chosen, Recomputed) and chosen.units

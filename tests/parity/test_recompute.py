@@ -377,4 +377,4 @@ def test_a_config_that_a_head_completes_when_it_runs(named: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert model.config.problem_type == "single_label_classification"
-        assert len(optimizer._engine._loop._tuner.recompute.units) >= 2
+        assert len(optimizer._engine._loop.tuner.recompute.units) >= 2

@@ -61,7 +61,7 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
     with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
         for seed in range(2):
             step(model, optimizer, seed)
-        chosen = optimizer._engine._loop._tuner.recompute.units
+        chosen = optimizer._engine._loop.tuner.recompute.units
         assert chosen
         assert 2 not in chosen, "a hook of the user's runs around it"
     handle.remove()
@@ -90,7 +90,7 @@ def test_what_is_computed_again_counts_once_in_what_a_step_costs() -> None:
                 CALLS.clear()
             units = engine.runtime.layout.units
             modelled_s = sum(u.flops + u.backward_flops for u in units) * 16 * 8 / flops_s
-            chosen, costs = engine.tuner.adapted()
+            chosen, costs = engine._loop.tuner.adapted()
             assert len(chosen.units) > 5
             assert costs.compute_s == pytest.approx(modelled_s, rel=0.1)
 
@@ -136,7 +136,7 @@ def test_nothing_is_decided_anew_within_a_step() -> None:
         for seed in range(2):
             step(model, optimizer, seed)
         model.asked = True
-        line = 16 * optimizer._engine._loop._tuner.recompute.keeps_below
+        line = 16 * optimizer._engine._loop.tuner.recompute.keeps_below
         small = int(line) + 1  # computed again, as it would not be beside the larger one
         (model(normal(1, small, 8, 32)) + model(normal(2, 32, 8, 32))).backward()
         optimizer.step()

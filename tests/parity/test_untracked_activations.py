@@ -49,7 +49,7 @@ def wrapped(folder: Path, room: str = "10MiB", **options: Any) -> tuple[nn.Seque
 
 
 def offloader_of(optimizer: Any) -> Any:
-    return optimizer._engine._loop._tuner.saved_offloader
+    return optimizer._engine._loop.tuner.saved_offloader
 
 
 def step(model: nn.Module, optimizer: Any, seed: int, rows: int) -> float:

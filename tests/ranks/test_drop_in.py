@@ -228,7 +228,9 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)
-    wrapped(sharded(), loss="auto", tile="auto").close()
+    ranked = wrapped(sharded(), loss="auto", tile="auto")
+    with ranked, pytest.raises(overspill.OffloadError, match="on several ranks"):
+        ranked.make_room()
     with pytest.raises(overspill.BudgetError):
         overspill.wrap(
             model := sharded(), adamw(model), device="cpu", rates=RATES, host_memory="64KiB"

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 OF_ACTIVATIONS: dict[tuple[str, str], str] = {
+    ("offload/grads/gradients.py", "zero_grad(), and repeat all micro-batches of this step"): (
+        "tests/robust/test_make_room.py::test_lost_sums_of_earlier_micro_steps_are_an_error"
+    ),
+    ("offload/ranks/optimizer.py", "use fewer tokens, or activation checkpointing"): (
+        "tests/ranks/test_drop_in.py::test_on_two_ranks"
+    ),
     ("offload/activations/attention.py", "make its forward the same each time, or pass"): (
         "tests/parity/test_kept_attention.py::test_a_forward_that_differs_is_an_error"
     ),

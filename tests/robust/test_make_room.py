@@ -202,7 +202,7 @@ def test_room_shrinks_and_units_are_recomputed(caplog: pytest.LogCaptureFixture)
     x = normal(0, 1, 512, 64)  # 8 MiB a tensor of the middle
     options = {"device": "cpu", "host_memory": "400MiB", "rates": overspill.Rates()}
     with overspill.wrap(model, adamw, **options) as optimizer:
-        tuner = optimizer._engine.tuner
+        tuner = optimizer._engine._loop.tuner
         assert tuner.saved_offloader is not None
         for _ in range(3):
             model(x).sum().backward()

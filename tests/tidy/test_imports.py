@@ -13,6 +13,7 @@ LEVELS = [
     {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
     {"overspill.integrations"},
+    {"overspill.room"},
     {"overspill.api"},
     {"overspill.arguments", "overspill.over_ranks"},
     {"overspill.ranks"},

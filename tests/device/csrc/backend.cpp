@@ -285,6 +285,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_budget", [](size_t nbytes) {
     device.with_memory([&](testdev::Memory& memory) { memory.budget = nbytes; });
   });
+  m.def("fail_allocation", [](uint64_t number) {
+    device.with_memory([&](testdev::Memory& memory) { memory.fail_in = number; });
+  });
   m.def("set_delays", [](uint64_t seed, int percent, int longest_us) {
     device.settings.pace.seed = seed;
     device.settings.pace.delayed_percent = percent;

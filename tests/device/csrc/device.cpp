@@ -282,6 +282,10 @@ void* Device::allocate(size_t nbytes) {
     {
       std::unique_lock<std::mutex> held(lock_);
       give_back();
+      if (memory_.fail_in != 0 && --memory_.fail_in == 0) {
+        ++memory_.stats.failures;
+        return nullptr;
+      }
       bool fresh = false;
       if (void* found = memory_.allocate(nbytes, stream, fresh)) {
         if (fresh) std::memset(memory_.worker(found), 0xFF, nbytes);

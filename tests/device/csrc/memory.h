@@ -45,6 +45,7 @@ class Memory {
   std::vector<std::pair<uintptr_t, uintptr_t>> merge();
 
   size_t budget;
+  uint64_t fail_in = 0;  // the allocation that fails, counted from 1; 0: none
   Stats stats;
 
  private:

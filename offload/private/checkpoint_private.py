@@ -1,0 +1,44 @@
+"""Private PyTorch interfaces of activation checkpointing, and of operators below autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint(
+    function: Callable[..., None], inputs: Sequence[torch.Tensor],
+    contexts: Contexts = noop_context_fn,
+) -> Generator[None, None, None]:  # fmt: skip
+    """Return a non-reentrant checkpoint that starts at the first ``next`` and ends at the second.
+
+    ``function`` recomputes from ``inputs`` what runs between the two.  ``contexts`` returns what
+    surrounds the forward, and each recomputation.
+    """
+    made: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
+        function, True, contexts, "default", False, True, *inputs
+    )
+    return made
+
+
+def counting_versions() -> AbstractContextManager[object]:
+    """Return a context for code below autograd in which views share their version counters."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(key, False)
+    return guard
+
+
+def operator_argument(
+    operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return an argument of an operator's call; ``None`` if it has none of this name."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
