@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from overspill.activations.tiles import TiledLayers, layers_in
 from overspill.optim.registry import rules_for
 from overspill.planning.choose import Workload
 from overspill.planning.fitting import shortfall
@@ -38,15 +39,20 @@ EXACT = 1.02  # by which the length that is found may be short of the longest
 
 
 class Model:
-    """One model as a plan sees it: bf16 weights, AdamW, the loss in chunks."""
+    """One model as a plan sees it: bf16 weights, AdamW, the loss in chunks.
 
-    def __init__(self, name: str) -> None:
+    ``tiled``: its feed-forward layers run in tiles.
+    """
+
+    def __init__(self, name: str, *, tiled: bool) -> None:
         model = skeleton(MODELS[name])
         assert model is not None
         model.to(torch.bfloat16)
         optimizer = skeleton_adamw(model)
         groups = dict.fromkeys(model.parameters(), 0)
+        tiles = TiledLayers((layer, lambda: 0) for layer in layers_in(model) if tiled)
         self.parts: Partition = partition(model, groups)
+        tiles.remove()
         (rule,) = rules_for(optimizer)
         self.needs = Needs(
             lambda chunk: rule.state_fields(chunk.dtype, "split", "fp32"), 1, "next_forward", 0,
@@ -84,11 +90,13 @@ def told(tokens: int) -> str:
 
 def rows(name: str) -> list[str]:
     """The lines of one model."""
-    model = Model(name)
     found = []
-    for policy in POLICIES:
-        cells = [told(model.longest(card, policy)) for card in CARDS]
-        found.append(f"| {name} | `{policy}` | {' | '.join(cells)} |")
+    for tiled, policies in ((False, POLICIES), (True, ("auto",))):
+        model = Model(name, tiled=tiled)
+        for policy in policies:
+            cells = [told(model.longest(card, policy)) for card in CARDS]
+            how = f"`{policy}`" + (", `tile`" if tiled else "")
+            found.append(f"| {name} | {how} | {' | '.join(cells)} |")
     return found
 
 

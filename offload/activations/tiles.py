@@ -16,7 +16,7 @@ from ..logits.rows import autocast_dtype, under_autocast
 from ..params.param_handle import PlaceholderParam
 from ..params.param_handle import known as handle_of
 from ..planning.partition import Partition
-from ..planning.products import TILED
+from ..planning.products import CONV1D, TILED
 from ..private import torch_private
 
 # Note [Tiled layers]
@@ -39,7 +39,8 @@ from ..private import torch_private
 TILE_BYTES = 256 << 20  # of the inputs and outputs of the layer's products in fp32, in a tile
 LEAST_TOKENS = 256  # of a tile; the products are slow for fewer
 SAME = 2e-2  # by how much a tile may differ from the whole layer, relative to the largest value
-_LIBRARIES = ("transformers.", "diffusers.")
+_SKELETONS = f"{__name__.partition('.')[0]}.train.skeletons"
+_LIBRARIES = ("transformers.", "diffusers.", _SKELETONS)
 _ENDINGS = ("MLP", "Mlp", "FeedForward", "FFN")  # of the names of classes
 _INNER = (nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.Sequential)
 
@@ -48,12 +49,23 @@ _VERSIONS = weakref.WeakKeyDictionary[nn.Module, Callable[[], object]]()  # of t
 
 def tile_tokens(layer: nn.Module) -> int:
     """Return the number of tokens in a tile of a layer."""
-    widths = (inner.weight.shape for inner in _products(layer))
-    return max(LEAST_TOKENS, TILE_BYTES // (4 * max(1, sum(rows + cols for rows, cols in widths))))
+    width = sum(map(_widths, _products(layer)))
+    return max(LEAST_TOKENS, TILE_BYTES // (4 * max(1, width)))
 
 
-def _products(layer: nn.Module) -> list[nn.Linear]:
-    return [inner for inner in layer.modules() if isinstance(inner, nn.Linear)]
+def _products(layer: nn.Module) -> list[nn.Module]:
+    return [inner for inner in layer.modules() if _is_product(inner)]
+
+
+def _is_product(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == CONV1D
+
+
+def _widths(product: Any) -> int:
+    """Return the features of a product's input and output."""
+    if isinstance(product, nn.Linear):  # the weight of a subclass may be packed
+        return product.in_features + product.out_features
+    return sum(product.weight.shape)
 
 
 def layers_in(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -91,11 +103,11 @@ def _obstacle(layer: nn.Module) -> str | None:
     if len(_products(layer)) < 2:
         return "does not hold two linear layers"
     for inner in layer.modules():
-        if inner is layer or isinstance(inner, (nn.Linear, *_INNER)):
+        if inner is layer or _is_product(inner) or isinstance(inner, _INNER):
             continue
         if not any(True for _ in inner.parameters()) and not list(inner.buffers()):
             continue  # an activation function
-        if not any(isinstance(each, nn.Linear) for each in inner.modules()):
+        if not any(map(_is_product, inner.modules())):
             return f"holds a {type(inner).__name__}"
     return None
 

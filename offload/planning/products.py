@@ -42,6 +42,7 @@ class _Product(NamedTuple):
         return min(self.inputs, self.outputs) * self.rows
 
 
+CONV1D = "Conv1D"  # a class of transformers: a linear layer with a transposed weight
 # Layers that run in tiles: they keep only their input, and backward computes them again.
 TILED = weakref.WeakSet[nn.Module]()
 
@@ -161,8 +162,8 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
         nbytes(each, each.kept(cast=dtype is None and each.p.dtype != adapted)) for each in products
     )
     for layer in layers:
-        first = next(each for each in layer.modules() if isinstance(each, nn.Linear))
-        kept += first.in_features * (dtype or first.weight.dtype).itemsize
+        first = next(each for each in _products(found) if each.p in set(layer.parameters()))
+        kept += nbytes(first, min(first.inputs, first.outputs))
     return round(kept + written_out * widest)
 
 

@@ -28,13 +28,17 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
-class _Matrix(nn.Module):
+class Conv1D(nn.Module):
     """A product with a weight, as GPT-2 keeps it (inputs first)."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width_in, width_out))
         self.bias = nn.Parameter(torch.empty(width_out))
+
+
+class FeedForward(nn.Module):
+    """A layer that a plan can divide into tiles."""
 
 
 class _LlamaLayer(nn.Module):
@@ -52,7 +56,7 @@ class _LlamaLayer(nn.Module):
         self.self_attn.k_proj = nn.Linear(width, kv, bias=qkv_bias)
         self.self_attn.v_proj = nn.Linear(width, kv, bias=qkv_bias)
         self.self_attn.o_proj = nn.Linear(heads * size, width, bias=out_bias)
-        self.mlp = nn.Module()
+        self.mlp = FeedForward()
         self.mlp.gate_proj = nn.Linear(width, inner, bias=mlp_bias)
         self.mlp.up_proj = nn.Linear(width, inner, bias=mlp_bias)
         self.mlp.down_proj = nn.Linear(inner, width, bias=mlp_bias)
@@ -80,9 +84,9 @@ class _Gpt2Layer(nn.Module):
     def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn, self.mlp = nn.Module(), nn.Module()
-        self.attn.c_attn, self.attn.c_proj = _Matrix(width, 3 * width), _Matrix(width, width)
-        self.mlp.c_fc, self.mlp.c_proj = _Matrix(width, inner), _Matrix(inner, width)
+        self.attn, self.mlp = nn.Module(), FeedForward()
+        self.attn.c_attn, self.attn.c_proj = Conv1D(width, 3 * width), Conv1D(width, width)
+        self.mlp.c_fc, self.mlp.c_proj = Conv1D(width, inner), Conv1D(inner, width)
         if activation == "gelu_new":
             self.mlp.act = NewGELUActivation()
 
@@ -113,7 +117,7 @@ def add_lora(model: nn.Module, rank: int) -> None:
         raise ValueError(f"the rank of LoRA must be at least 1, got {rank}")
     model.requires_grad_(False)
     head = model.get_submodule("lm_head") if hasattr(model, "lm_head") else None
-    matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, _Matrix)) and m is not head]
+    matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     if not matrices:
         raise ValueError("LoRA: the model has no matrices that a plan knows as such")
     added: list[nn.Parameter] = []

@@ -159,6 +159,7 @@ class StreamsAccelerator:
         self._clock = StreamClock(base)
         self._in = _CopyStream("copy_in", self._make, self._clock)
         self._out = _CopyStream("copy_out", self._make, self._clock)
+        self._compute: Any = None  # the stream that computes, once it is known
         self._update, self._gather = self._make.stream(urgent=True), self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
@@ -265,10 +266,17 @@ class StreamsAccelerator:
 
     def lend(self, nbytes: int) -> torch.Tensor:
         self._refuse_closed()
-        # Allocated on the stream that fills it: memory of compute's stream may be in use by queued
-        # work, and the copy would have to wait for that.
-        with self._make.on(self._in.stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # PyTorch's allocator keeps freed memory for the stream that it was allocated on. On the
+        # stream of compute, what comes back takes the place of what was offloaded. The copy then
+        # waits for work that compute has queued so far, which may still use that memory.
+        stream = self._in.stream if self._compute is None else self._compute
+        with self._make.on(stream):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if self._compute is not None:
+                event = self._make.event(timing=False)
+                event.event.record(stream)
+                self._in.stream.wait_event(event.event)
+        return memory
 
     def fetch(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
@@ -291,7 +299,8 @@ class StreamsAccelerator:
         return event
 
     def stream(self) -> Hashable:
-        stream: Hashable = self._make.current()
+        self._compute = self._make.current()
+        stream: Hashable = self._compute
         return stream
 
     def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
