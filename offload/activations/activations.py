@@ -383,6 +383,11 @@ class SavedTensorOffloader:
                 if not saved.taken:
                     saved.taken = True
                     self._since_bytes += saved.nbytes
+            if memory.device != self._device:  # the device had no memory when it came back
+                there = memory.to(self._device)
+                if saved.memory is memory:
+                    saved.memory = there
+                memory = there
             made = torch.empty(0, dtype=handle.dtype, device=memory.device)
             return made.set_(memory.untyped_storage(), handle.offset, handle.shape, handle.stride)
         raise AssertionError("tries do not end")

@@ -18,7 +18,6 @@ from ..schedule.layout import Layout
 from ..schedule.messages import (
     AwaitUpdate,
     Done,
-    Fetch,
     Freed,
     GradientStored,
     GradLost,
@@ -270,14 +269,6 @@ class EnginePort:
     def at_home(self, word: GradientStored) -> None:
         """Note whether a unit's gradients may be gathered where they are kept."""
         self._at_home[word.unit] = word.free
-
-    def fail_fetch(self, number: int, error: BaseException) -> None:
-        """Wake the threads that wait for a saved storage, because it cannot come back now."""
-        for waiter in self._waiters.values():
-            signal = waiter.signal
-            if isinstance(signal, Fetch) and signal.number == number and not waiter.abandoned:
-                waiter.abandoned, waiter.error = True, error  # the machine grants it later
-                waiter.event.set()
 
     def answer(self, ticket: int, grant: Grant | None, error: BaseException | None) -> None:
         """Answer the request of a ticket and wake its thread."""

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
-
 from ..facts.trace import Trace
 from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.arena import Place
@@ -111,7 +109,6 @@ class Executor:
         self._put = self.engine_port.queue.put
         self.protocol = Protocol(layout, self.engine_port.ask, self.engine_port.tell, ledger.landed)
         self._started = 0  # work in progress; written by the pump
-        self._starved: list[CopyIn] = []  # of that, reloads that have found no memory yet
         # The machine, or the code that carries out its instructions, raised: it is not called
         # any more.
         self._drains = False
@@ -179,9 +176,6 @@ class Executor:
         self.saved.counted(*saved)
         for instruction in instructions:
             self._carry_out(instruction)
-        starved, self._starved = self._starved, []
-        for work in starved:
-            self._begin(work)
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Grant):
@@ -196,25 +190,10 @@ class Executor:
             self._mover.forget(instruction.item)
         else:
             self._started += 1
-            self._begin(instruction)
-
-    def _begin(self, work: Work) -> None:
-        """Start work that counts as started.
-
-        If a saved tensor finds no memory to come back to, threads that wait for it get an error,
-        and it is tried again at the next signal: its graph may be dropped by then.
-        """
-        try:
-            self._start(work)
-        except torch.OutOfMemoryError as error:
-            ends = self._drained is not None or self.health.failed
-            if isinstance(work, CopyIn) and work.item.kind is Kind.SAVED and not ends:
-                self._starved.append(work)
-                self.engine_port.fail_fetch(work.item.number, error)
-            else:
-                self._finished(work, error)
-        except BaseException as error:
-            self._finished(work, error)
+            try:
+                self._start(instruction)
+            except BaseException as error:
+                self._finished(instruction, error)
 
     def _start(self, work: Work) -> None:
         assert self.arenas.read_freed is None or _may_start_asleep(work), f"{work} while it sleeps"

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-import torch
-
 from ..errors import BudgetError, IoError, LifecycleError, OffloadError
 
 _READ = (
@@ -138,7 +136,7 @@ class Health:
     def raise_to_asker(self, error: BaseException) -> NoReturn:
         """Raise a background error in the thread whose request it has failed."""
         try:
-            if isinstance(error, (BudgetError, torch.OutOfMemoryError)) and self.error is None:
+            if isinstance(error, BudgetError) and self.error is None:
                 raise error
             if self._raised:
                 raise LifecycleError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
@@ -125,6 +127,11 @@ class Mover:
             self._finished(work, None)
             return
         event, (start, nbytes) = saved.event, self._span(work.item, saved)
+        if source.device != self._accelerator.device:  # see ``_lend``
+            place = self._arenas.bytes_of(work.place)
+            place.narrow(0, 0, nbytes).copy_(source.narrow(0, start, nbytes))
+            self._finished(work, None)
+            return
         with self._trace.during("copy_out", self._unit_name(work)):
             self._accelerator.spill(
                 self._arenas.bytes_of(work.place).narrow(0, 0, nbytes),
@@ -140,8 +147,15 @@ class Mover:
         start, nbytes = self._span(work.item, saved)
         with self._trace.during("copy_in", self._unit_name(work)):
             if saved.coming is None:
-                saved.coming = self._accelerator.lend(saved.nbytes)
+                saved.coming = self._lend(saved.nbytes)
             source = self._arenas.bytes_of(work.source).narrow(0, 0, nbytes)
+            if saved.coming.device != self._accelerator.device:
+                saved.coming.narrow(0, start, nbytes).copy_(source)
+                saved.filled += nbytes
+                if saved.filled == saved.nbytes:
+                    saved.bring(None)
+                self._finished(work, None)
+                return
             event = self._accelerator.fetch(
                 saved.coming.narrow(0, start, nbytes), source, after=[],
                 on_done=self._copied(work, "copy_in"),
@@ -149,6 +163,17 @@ class Mover:
             saved.filled += nbytes
             if saved.filled == saved.nbytes:  # copies run in order, so the last event covers all
                 saved.bring(event)
+
+    def _lend(self, nbytes: int) -> torch.Tensor:
+        """Return memory for a storage that comes back.
+
+        If the device has none, it comes back to host memory, beyond its budget.  The thread that
+        needs it copies it to the device, or gets the error.
+        """
+        try:
+            return self._accelerator.lend(nbytes)
+        except torch.OutOfMemoryError:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _span(self, item: Key, saved: OffloadedStorage) -> tuple[int, int]:
         """Return where the part lies in its storage: (first byte, bytes)."""

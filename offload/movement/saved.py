@@ -44,7 +44,7 @@ class OffloadedStorage:
         """Drop compute's copy; the bytes are on a lower tier."""
         self.memory = self.event = None
 
-    def bring(self, event: Event) -> None:
+    def bring(self, event: Event | None) -> None:
         """Make ``coming`` the storage's memory; its contents are valid after ``event``."""
         # The event is set first, so that a reader who finds the memory also finds the event.
         self.event, self.fetched, self.taken = event, True, False
