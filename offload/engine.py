@@ -141,7 +141,8 @@ class Engine(Closeable):
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, runtime, weights, guard, trainer, commits))
         hooks.append(DeferredHeads.of_engine(blueprint.heads, parts, ledger.versions))
-        hooks.append(TiledLayers.of_engine(blueprint.tiled, parts, ledger.versions))
+        named, versions = config.tile != "auto", ledger.versions
+        hooks.append(TiledLayers.of_engine(blueprint.tiled, parts, versions, named=named))
         self._figures = _figures_of(runtime, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce

@@ -21,8 +21,7 @@ from ..private import checkpoint_private, torch_private
 # checkpointing does, so the graph is that of an ordinary recomputation, with the same bits.
 #
 # Stored outputs are offloaded and reloaded like other saved tensors.  An operator with dropout runs
-# again, because it draws random numbers.  Nothing is kept of a forward that changes one of the
-# outputs in place.
+# again, because it draws random numbers.  So does one whose output was changed in place since.
 
 _ATEN = {
     "_efficient_attention_forward", "_flash_attention_forward",
@@ -38,6 +37,8 @@ Unpack = Callable[[Any], torch.Tensor]
 
 def _keeps(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether ``func`` is an operator of attention that draws no random numbers."""
+    if not hasattr(func, "overloadpacket"):  # a higher-order operator
+        return False
     if not args or type(args[0]) is not torch.Tensor:  # as where code is compiled
         return False
     name = func.overloadpacket.__name__
@@ -54,8 +55,8 @@ class KeptAttention:
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self._pack, self._unpack = pack, unpack
-        self._kept: list[tuple[Any, Any]] = []  # operators, and their packed results
-        self._live: list[tuple[torch.Tensor, int]] = []  # until the end of the forward
+        # Operators, their packed results, and what shows whether these were changed in place.
+        self._kept: list[tuple[Any, Any, list[tuple[torch.Tensor, int]]]] = []
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return what surrounds the forward, and each recomputation."""
@@ -64,30 +65,30 @@ class KeptAttention:
     def keep(self, func: Any, result: Any) -> None:
         """Store what an operator returned."""
 
+        versions: list[tuple[torch.Tensor, int]] = []
+
         def packed(each: Any) -> Any:
             if not isinstance(each, torch.Tensor):
                 return each
-            self._live.append((each, torch_private.version_of(each)))
+            counter = torch_private.version_counter(each)
+            versions.append((counter, torch_private.version_of(counter)))
             return _Packed(self._pack(each.detach()))
 
         with checkpoint_private.counting_versions():
-            self._kept.append((func, torch_private.tree_map(packed, result)))
-
-    def end(self) -> None:
-        """End the forward: keep nothing if an output was changed in place."""
-        if any(torch_private.version_of(t) != version for t, version in self._live):
-            self._kept.clear()
-        self._live.clear()
+            self._kept.append((func, torch_private.tree_map(packed, result), versions))
 
     def take(self, place: int, func: Any) -> Any:
-        """Return the result of the ``place``-th operator; ``NotImplemented`` if none is kept."""
-        if not self._kept:
-            return NotImplemented
+        """Return the result of the ``place``-th operator.
+
+        ``NotImplemented``: it was changed in place since, so it has to be computed again.
+        """
         if place >= len(self._kept) or self._kept[place][0] is not func:
             raise ActivationError(
                 f"a unit that backward computes again calls {func} where its forward did not; make "
                 "its forward the same each time, or pass activations='host'"
             )
+        if any(torch_private.version_of(t) != version for t, version in self._kept[place][2]):
+            return NotImplemented
 
         def unpacked(each: Any) -> Any:
             if not isinstance(each, _Packed):
@@ -110,9 +111,18 @@ class _Packed:
 class _Mode(TorchDispatchMode):
     """A mode that leaves ``torch.compile`` on: compiled code is not looked into."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def __exit__(self, *raised: Any) -> None:
+        # An interrupted forward may have left modes above this one, or this one in another thread.
+        above = checkpoint_private.take_modes_above(self)
+        if above is not None:
+            super().__exit__(*raised)
+            checkpoint_private.put_modes(above)
 
 
 class _Keeping(_Mode):

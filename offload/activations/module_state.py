@@ -124,3 +124,9 @@ def _plain(value: object) -> bool:
 def _kinds(inside: Any) -> list[type]:
     """Return the types of a list's members, as ``_inside`` returned them, because 1 equals True."""
     return [type(each) for each in inside[1]]
+
+
+def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put modules into training or evaluation mode, each by itself."""
+    for module, training in modes:
+        module.training = training

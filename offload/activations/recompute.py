@@ -22,7 +22,15 @@ from ..private import checkpoint_private, torch_private
 from .activations import SavedHandle, SavedTensorOffloader
 from .attention import AttentionMeter, KeptAttention
 from .known_code import known
-from .module_state import State, draw_from, first_changed, random_numbers, state_of, weights_of
+from .module_state import (
+    State,
+    draw_from,
+    first_changed,
+    random_numbers,
+    set_modes,
+    state_of,
+    weights_of,
+)
 
 log = logging.getLogger("overspill")
 
@@ -295,11 +303,11 @@ class _Checkpointed:
             now = [(each, each.training) for each, _ in modes]
             drawn_now = [random_numbers() for _ in drawn]
             try:
-                _set_modes(modes)
+                set_modes(modes)
                 draw_from(drawn)
                 recompute.compute(unit, partial(module, *args, **kwargs))
             finally:
-                _set_modes(now)
+                set_modes(now)
                 draw_from(drawn_now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
@@ -320,8 +328,6 @@ class _Checkpointed:
             self._checkpoint.close()
             return
         next(self._checkpoint, None)
-        if self._attention is not None:
-            self._attention.end()
         if _written(inputs):
             raise ActivationError(
                 f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
@@ -385,8 +391,3 @@ def _obstacle(leaves: Sequence[Any]) -> str | None:
                 "a cache, set model.config.use_cache = False)"
             )
     return "runs in compiled code" if torch_private.in_compiled_code() else None
-
-
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training

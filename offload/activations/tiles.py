@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from ..errors import ModelError
+from ..errors import ActivationError, ModelError
 from ..logits.rows import autocast_dtype, under_autocast
 from ..params.param_handle import PlaceholderParam
 from ..params.param_handle import known as handle_of
 from ..planning.partition import Partition
 from ..planning.products import CONV1D, TILED
-from ..private import torch_private
+from ..private import checkpoint_private, torch_private
+from .module_state import first_changed, set_modes, state_of
+
+log = logging.getLogger("overspill")
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
 
 # Note [Tiled layers]
 # The inner tensors of a feed-forward layer are several times as wide as its input. A tiled layer
-# splits the tokens of its input into tiles, computes one after the other, and keeps only the input.
-# Backward computes each tile again. So the inner tensors of one tile exist at a time.
+# splits the tokens of its input into tiles, and puts one of torch's non-reentrant checkpoints
+# around each. So the inner tensors of one tile exist at a time, and only the input is kept.
 #
-# ``_Tiles`` is an autograd Function with the input and the weights as its inputs, so autograd
-# collects the gradient of a weight once, as without tiles. Sums over tiles are made in fp32.
+# The checkpoints of the tiles keep no inputs of their own: ``_Input`` keeps that of the whole layer
+# before the first tile. A unit that is recomputed in backward saves its last tensor there, so torch
+# ends the recomputation before the tiles would run again.
 #
-# The input is saved by ``_Input``, which comes before. A unit that is recomputed in backward saves
-# its last tensor there, so torch ends the recomputation before the tiles would run again.
+# A layer that draws random numbers, or whose tokens depend on each other, cannot run in tiles. The
+# first call compares tiles with the whole layer, until the comparison says something. Each call
+# looks whether the first tile has moved torch's generators.
 #
-# A layer that draws random numbers, or whose tokens depend on each other, cannot run in tiles.
-# Layers of known libraries are taken by their class and structure; others by name, and their first
-# call compares a tile with the whole layer.
-#
-# The size of a tile depends on the layer's shape alone: results are the same under other budgets.
+# The size of a tile depends on the layer's shape and on the number of tokens: results are the same
+# under other budgets. Autograd sums the gradients of a weight over tiles in the weight's dtype, so
+# there are at most ``MOST_TILES``.
 
 TILE_BYTES = 256 << 20  # of the inputs and outputs of the layer's products in fp32, in a tile
 LEAST_TOKENS = 256  # of a tile; the products are slow for fewer
+MOST_TILES = 64  # of an input
 SAME = 2e-2  # by how much a tile may differ from the whole layer, relative to the largest value
 _SKELETONS = f"{__name__.partition('.')[0]}.train.skeletons"
 _LIBRARIES = ("transformers.", "diffusers.", _SKELETONS)
 _ENDINGS = ("MLP", "Mlp", "FeedForward", "FFN")  # of the names of classes
-_INNER = (nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.Sequential)
+_OTHERS = ("Expert", "Mixer", "MoE", "Moe", "Sparse")  # in names of classes that may mix tokens
+_NORMS = ("LayerNorm", "RMSNorm")  # endings of the names of classes
+_INNER = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 
 _VERSIONS = weakref.WeakKeyDictionary[nn.Module, Callable[[], object]]()  # of tiled layers
 
@@ -73,8 +82,13 @@ def layers_in(model: nn.Module) -> tuple[nn.Module, ...]:
     found = dict[nn.Module, None]()
     for module in model.modules():
         kind = type(module)
-        known = kind.__module__.startswith(_LIBRARIES) and kind.__name__.endswith(_ENDINGS)
-        if known and _obstacle(module) is None and not _inside(module, found):
+        name = kind.__name__
+        known = kind.__module__.startswith(_LIBRARIES) and name.endswith(_ENDINGS)
+        if (
+            known
+            and not any(part in name for part in _OTHERS)
+            and (_obstacle(module) is None and not _inside(module, found))
+        ):
             found[module] = None
     return tuple(found)
 
@@ -102,8 +116,17 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "has a forward of its own"
     if len(_products(layer)) < 2:
         return "does not hold two linear layers"
+    if not layer.__class__.__module__.startswith(_SKELETONS):
+        given = list(inspect.signature(type(layer).forward).parameters.values())[1:]
+        required = [each for each in given if each.default is each.empty]
+        if len(required) != 1 or required[0].kind is required[0].KEYWORD_ONLY:
+            return "does not take one tensor"
     for inner in layer.modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return f"has dropout of {inner.p}"
         if inner is layer or _is_product(inner) or isinstance(inner, _INNER):
+            continue
+        if type(inner).__name__.endswith(_NORMS):
             continue
         if not any(True for _ in inner.parameters()) and not list(inner.buffers()):
             continue  # an activation function
@@ -120,14 +143,17 @@ def tiled_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 class TiledLayers:
     """Layers that run in tiles until ``remove``."""
 
-    def __init__(self, layers: Iterable[tuple[nn.Module, Callable[[], object]]]) -> None:
+    def __init__(
+        self, layers: Iterable[tuple[nn.Module, Callable[[], object]]], *, named: bool = False
+    ) -> None:
         """
         Args:
             layers: each with a function that returns the version of its weights.
+            named: the user has named them, so one that cannot run in tiles is an error.
         """
         self._placed: list[tuple[nn.Module, _TiledForward]] = []
         for layer, version in layers:
-            forward = _TiledForward(layer, trusted=_of_library(layer))
+            forward = _TiledForward(layer, named=named)
             self._placed.append((layer, forward))
             TILED.add(layer)
             _VERSIONS[layer] = version
@@ -135,7 +161,7 @@ class TiledLayers:
 
     @staticmethod
     def of_engine(
-        layers: Iterable[nn.Module], parts: Partition, versions: Sequence[int]
+        layers: Iterable[nn.Module], parts: Partition, versions: Sequence[int], *, named: bool
     ) -> TiledLayers:
         """Tile layers of an engine; ``versions``: by unit, those of its weights."""
         units = {id(p): unit for p, unit in zip(parts.parameters, parts.unit_of, strict=True)}
@@ -143,11 +169,11 @@ class TiledLayers:
         def version(mine: frozenset[int]) -> object:
             return [versions[unit] for unit in mine]
 
-        return TiledLayers(
-            (layer, partial(version, frozenset(units[id(p)] for p in layer.parameters()
-                                               if id(p) in units)))
-            for layer in layers
-        )  # fmt: skip
+        def units_of(layer: nn.Module) -> frozenset[int]:
+            return frozenset(units[id(p)] for p in layer.parameters() if id(p) in units)
+
+        each = ((layer, partial(version, units_of(layer))) for layer in layers)
+        return TiledLayers(each, named=named)
 
     def remove(self) -> None:
         """Let the layers run as a whole again."""
@@ -159,15 +185,13 @@ class TiledLayers:
                 del layer.__dict__["forward"]
 
 
-def _of_library(layer: nn.Module) -> bool:
-    return type(layer).__module__.startswith(_LIBRARIES)
-
-
 class _TiledForward:
     """The forward of a layer that runs in tiles; copies of the layer have an ordinary one."""
 
-    def __init__(self, layer: nn.Module, *, trusted: bool) -> None:
-        self._layer, self._trusted = layer, trusted
+    def __init__(self, layer: nn.Module, *, named: bool) -> None:
+        self._layer, self._named = layer, named
+        self._checked = False  # tiles were compared with the whole layer
+        self._refused = self._told = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self._layer).forward, self._layer)
@@ -178,31 +202,69 @@ class _TiledForward:
         if layer not in TILED or torch.compiler.is_compiling() or len(given) != 1:
             return whole(layer, *args, **kwargs)
         x = given[0]
-        if not _fits(layer, x) or _draws(layer):
+        if self._refused or not _fits(layer, x):
             return whole(layer, *args, **kwargs)
-        if not self._trusted:
-            self._require_independent(x)
-            self._trusted = True
-        return run_in_tiles(layer, partial(whole, layer), x)
+        self._checked = self._checked or self._shows_independence(x)
+        if not self._checked:
+            return whole(layer, *args, **kwargs)
+        before = torch_private.random_states(x.device)
+        made = _run_in_tiles(layer, partial(whole, layer), x)
+        if torch_private.same_random_states(before, torch_private.random_states(x.device)):
+            return made
+        del made
+        self._tell("draws random numbers")
+        torch_private.restore_random_states(before, x.device)
+        return whole(layer, *args, **kwargs)
 
-    def _require_independent(self, x: torch.Tensor) -> None:
-        """Raise ``ModelError`` if a token's output depends on other tokens."""
-        tokens = _by_token(x.detach())
-        count, size = tokens.shape[1], tile_tokens(self._layer)
-        some = tokens[:, max(0, count - 2 * size) :]
-        with torch.no_grad():
-            whole = type(self._layer).forward(self._layer, some)
-            if type(whole) is torch.Tensor and whole.shape[:-1] == some.shape[:-1]:
-                half = some.shape[1] // 2
-                alone = type(self._layer).forward(self._layer, some[:, half:])
-                there = whole[:, half:].float()
-                off = (alone.float() - there).abs().amax()
-                if bool(off <= SAME * there.abs().amax()):
-                    return
-        raise ModelError(
-            f"tile: the output of a {type(self._layer).__name__} for some tokens depends on the "
-            "others, so it cannot run in tiles; leave it out of tile"
-        )
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "overspill: a %s %s, so it computes all tokens at once in spite of tile",
+                type(self._layer).__name__, why,
+            )  # fmt: skip
+
+    def _refuse(self, why: str) -> bool:
+        """Raise ``ModelError`` if the user has named the layer; otherwise run it whole."""
+        if self._named:
+            raise ModelError(
+                f"tile: a {type(self._layer).__name__} {why}, so it cannot run in tiles; leave it "
+                "out of tile"
+            )
+        self._refused = True
+        self._tell(why)
+        return False
+
+    @torch.no_grad()
+    def _shows_independence(self, x: torch.Tensor) -> bool:
+        """Return whether tokens are seen not to depend on each other.
+
+        Values that are not finite, zeros and random ones show nothing: a later call may.
+
+        Raises:
+            ModelError: they do, or the layer cannot run in tiles for another reason.
+        """
+        layer, tokens, whole = self._layer, _by_token(x.detach()), type(self._layer).forward
+        some = tokens[:, : 2 * _tile_size(layer, tokens.shape[1])]
+        half = some.shape[1] // 2
+        drawn, state = torch_private.random_states(x.device), state_of(layer)
+        expected = whole(layer, some)
+        if type(expected) is not torch.Tensor or expected.shape[:-1] != some.shape[:-1]:
+            return self._refuse("does not return one tensor with its input's tokens")
+        if (changed := first_changed(state, state_of(layer))) is not None:
+            return self._refuse(f"changes {changed} when it runs")
+        if not torch_private.same_random_states(drawn, torch_private.random_states(x.device)):
+            torch_private.restore_random_states(drawn, x.device)
+            self._tell("draws random numbers")
+            return False
+        largest = expected.float().abs().amax()
+        if not bool(torch.isfinite(largest)) or not bool(largest > 0):
+            return False
+        for part in (slice(0, half), slice(half, None)):
+            off = (whole(layer, some[:, part]).float() - expected[:, part].float()).abs().amax()
+            if not bool(off <= SAME * largest):
+                return self._refuse("gives outputs for some tokens that depend on the others")
+        return True
 
 
 def _fits(layer: nn.Module, x: Any) -> bool:
@@ -214,11 +276,9 @@ def _fits(layer: nn.Module, x: Any) -> bool:
     return x.numel() // max(1, x.shape[-1]) > tile_tokens(layer)
 
 
-def _draws(layer: nn.Module) -> bool:
-    return any(
-        isinstance(inner, nn.Dropout) and inner.training and inner.p > 0
-        for inner in layer.modules()
-    )
+def _tile_size(layer: nn.Module, count: int) -> int:
+    """Return the number of tokens in a tile of an input with ``count`` tokens."""
+    return max(tile_tokens(layer), -(-count // MOST_TILES))
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
@@ -226,42 +286,37 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-def run_in_tiles(
-    layer: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
+def _run_in_tiles(layer: nn.Module, whole: Whole, x: torch.Tensor) -> torch.Tensor:
     """Return what ``whole`` computes from ``x`` (..., width), one tile of tokens after the other.
 
     Args:
         layer: holds the weights that ``whole`` reads.
     """
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    if not torch.is_grad_enabled() or not (x.requires_grad or trained):
-        return _computed(whole, x, tile_tokens(layer))
-    kept = _Input.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
-    made: torch.Tensor = _Tiles.apply(layer, whole, kept, *trained)  # type: ignore[no-untyped-call]
-    return made
-
-
-def _tiles_of(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def _computed(
-    whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, size: int
-) -> torch.Tensor:
-    tokens = _by_token(x)
-    result: torch.Tensor | None = None
-    for tile in _tiles_of(tokens.shape[1], size):
-        part = whole(tokens[:, tile])
-        if result is None:
-            result = part.new_empty((1, tokens.shape[1], part.shape[-1]))
-        result[:, tile] = part
-    assert result is not None
+    grads = torch.is_grad_enabled()
+    kept = _Input.apply(x) if grads and x.requires_grad else x  # type: ignore[no-untyped-call]
+    tokens, made = _by_token(kept), list[torch.Tensor]()
+    count = tokens.shape[1]
+    size = _tile_size(layer, count)
+    spans = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    call = _Call(layer, whole, x, kept.grad_fn if kept is not x else None, len(spans))
+    for span in spans:
+        if not grads:
+            made.append(whole(tokens[:, span]))
+            continue
+        tile = checkpoint_private.checkpoint(partial(call.again, span), [])
+        next(tile)
+        try:
+            made.append(whole(tokens[:, span]))
+        except BaseException:
+            tile.close()
+            raise
+        next(tile, None)
+    result = torch.cat(made, 1)
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
 
 class _Input(torch.autograd.Function):
-    """Saves the input of a tiled layer."""
+    """Keeps the input of a tiled layer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -273,80 +328,66 @@ class _Input(torch.autograd.Function):
         return grad
 
 
-class _Tiles(torch.autograd.Function):
-    """A layer in tiles, with the gradients of its input and its weights."""
+class _Call:
+    """A call of a tiled layer: what its tiles need to be computed again, in backward."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, layer: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor],
-        x: torch.Tensor, *trained: nn.Parameter,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.layer, ctx.whole, ctx.trained = layer, whole, trained
-        ctx.version, ctx.autocast = _version_of(layer), autocast_dtype(x.device.type)
-        ctx.kept = x.grad_fn if x.requires_grad else None
-        if ctx.kept is None:
-            ctx.save_for_backward(x)
-        return _computed(whole, x, tile_tokens(layer))
+    def __init__(
+        self, layer: nn.Module, whole: Whole, x: torch.Tensor, node: Any, tiles: int
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            x: the layer's input.
+            node: that of ``_Input``, which keeps it; ``None``: no gradient flows to it.
+        """
+        self._layer, self._whole, self._node, self._tiles = layer, whole, node, tiles
+        self._kept = x if node is None else None
+        self._kept_version = torch_private.version_of(x)
+        self._state, self._version = state_of(layer), _version_of(layer)
+        self._modes = [(each, each.training) for each in layer.modules()]
+        self._autocast = x.device.type, autocast_dtype(x.device.type)
+        # The input while a backward needs it: a checkpoint around the layer gives it only once.
+        self._x: torch.Tensor | None = None
+        self._left = 0  # tiles that this backward has not computed yet
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer: nn.Module = ctx.layer
-        if ctx.version != _version_of(layer):
+    def again(self, span: slice) -> None:
+        """Compute a tile again."""
+        layer = self._layer
+        if self._version != _version_of(layer):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"optimizer step, or in place: a weight of a tiled {type(layer).__name__}; run "
                 "backward before step() and before such a change"
             )
-        (x,) = ctx.saved_tensors if ctx.kept is None else ctx.kept.saved_tensors
-        sums = _Sums(ctx.trained)
-        run = partial(_differentiate, ctx, x, grad, sums)
-        with torch.enable_grad():
-            of_input = under_autocast(
-                x.device.type, ctx.autocast, lambda: _with_weights(layer, run)
+        if (changed := first_changed(state_of(layer), self._state)) is not None:
+            raise ActivationError(
+                f"tile: {changed} of a {type(layer).__name__} has changed since its forward, which "
+                "backward computes again with it; change it after backward, or leave it out of tile"
             )
-        return None, None, of_input, *sums.grads()
+        tokens = _by_token(self._input().detach())
+        part = tokens[:, span].detach().requires_grad_(self._node is not None)
+        now = [(each, each.training) for each, _ in self._modes]
+        try:
+            set_modes(self._modes)
+            under_autocast(*self._autocast, lambda: _with_weights(layer, lambda: self._whole(part)))
+        finally:
+            set_modes(now)
 
-
-def _differentiate(
-    ctx: Any, x: torch.Tensor, grad: torch.Tensor, sums: _Sums
-) -> torch.Tensor | None:
-    """Add the gradients of the weights to ``sums``, and return that of the input."""
-    tokens, grads = _by_token(x.detach()), _by_token(grad)
-    result = torch.empty_like(tokens) if ctx.needs_input_grad[2] else None
-    for tile in _tiles_of(tokens.shape[1], tile_tokens(ctx.layer)):
-        part = tokens[:, tile].detach().requires_grad_(result is not None)
-        of = [*((part,) if result is not None else ()), *ctx.trained]
-        made = torch.autograd.grad(ctx.whole(part), of, grads[:, tile], allow_unused=True)
-        if result is not None:
-            result[:, tile] = 0 if made[0] is None else made[0]
-        sums.add(made[len(of) - len(ctx.trained) :])
-    return None if result is None else result.reshape(x.shape)
-
-
-class _Sums:
-    """Sums over tiles of the gradients of parameters, in fp32 if they have lower precision."""
-
-    def __init__(self, trained: Sequence[nn.Parameter]) -> None:
-        self._dtypes = [p.dtype for p in trained]
-        self._sums: list[torch.Tensor | None] = [None] * len(trained)
-
-    def add(self, grads: Iterable[torch.Tensor | None]) -> None:
-        for i, grad in enumerate(grads):
-            if grad is None:
-                continue
-            total = self._sums[i]
-            if total is None:
-                # A view of a graph's tensor could change, so it is copied.
-                self._sums[i] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-            else:
-                total += grad
-
-    def grads(self) -> list[torch.Tensor | None]:
-        return [
-            None if total is None else total.to(dtype)
-            for total, dtype in zip(self._sums, self._dtypes, strict=True)
-        ]
+    def _input(self) -> torch.Tensor:
+        if self._kept is not None:
+            if torch_private.version_of(self._kept) != self._kept_version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: the input of a tiled {type(self._layer).__name__}"
+                )
+            return self._kept
+        x = self._x
+        if x is None:
+            (x,) = self._node.saved_tensors
+            self._x, self._left = x, self._tiles
+        self._left -= 1
+        if not self._left:
+            self._x = None
+        return x
 
 
 def _version_of(layer: nn.Module) -> object:

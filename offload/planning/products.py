@@ -145,13 +145,14 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     transformers 5).  A layer that runs in tiles keeps its input.
     """
     tiled = _tiled(found)
-    products = [each for each in _products(found) if each.p not in tiled]
+    whole = _products(found)
+    products = [each for each in whole if each.p not in tiled]
     adapted = next((each.p.dtype for each in products if not each.factor), torch.float32)
 
     def nbytes(each: _Product, elements: float) -> float:
         return elements * (dtype or each.p.dtype).itemsize
 
-    layers = [inner for inner in found.module.modules() if inner in TILED]
+    layers = [inner for inner in found.module.modules() if whole and inner in TILED]
     inside = {each for layer in layers for each in layer.modules()}
     written_out = sum(
         _KEPT_MORE.get(type(inner).__name__, 0)
@@ -162,7 +163,7 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
         nbytes(each, each.kept(cast=dtype is None and each.p.dtype != adapted)) for each in products
     )
     for layer in layers:
-        first = next(each for each in _products(found) if each.p in set(layer.parameters()))
+        first = next(each for each in whole if each.p in set(layer.parameters()))
         kept += nbytes(first, min(first.inputs, first.outputs))
     return round(kept + written_out * widest)
 

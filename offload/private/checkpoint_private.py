@@ -7,6 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -25,6 +31,22 @@ def checkpoint(
         function, True, contexts, "default", False, True, *inputs
     )
     return made
+
+
+def take_modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode] | None:
+    """Pop the modes above ``mode`` in this thread, innermost first; ``None``: it is not active."""
+    if not any(each is mode for each in _get_current_dispatch_mode_stack()):
+        return None
+    above: list[TorchDispatchMode] = []
+    while _get_current_dispatch_mode_stack()[-1] is not mode:
+        above.append(_pop_mode())
+    return above
+
+
+def put_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    """Put back what ``take_modes_above`` returned."""
+    for mode in reversed(modes):
+        _push_mode(mode)
 
 
 def counting_versions() -> AbstractContextManager[object]:

@@ -240,6 +240,12 @@ def random_states(device: torch.device) -> Random:
     return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
 
 
+def same_random_states(one: Random, other: Random) -> bool:
+    """Return whether no numbers were drawn between two results of ``random_states``."""
+    device = one[1] is None or other[1] is None or torch.equal(one[1], other[1])
+    return device and torch.equal(one[0], other[0])
+
+
 def restore_random_states(states: Random, device: torch.device) -> None:
     """Restore the result of ``random_states``."""
     torch.set_rng_state(states[0])
