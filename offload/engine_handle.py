@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from typing_extensions import Self
 
@@ -16,6 +17,9 @@ from .observe.export import save_trace
 from .paths import as_path
 from .planning.plan import Plan
 from .private.reentrancy import refuse_reentry
+from .room import with_room
+
+T = TypeVar("T")
 
 
 class EngineHandle:
@@ -84,37 +88,49 @@ class EngineHandle:
         refuse_reentry()
         self._engine.wake()
 
+    def with_room(self, run: Callable[[], T]) -> T:
+        """Return what ``run`` computes: the forward and backward of one micro-batch.
+
+        If it raises ``torch.OutOfMemoryError``, call ``make_room`` and run it again, up to three
+        times.
+
+        Example::
+
+            def run():
+                loss = model(**batch).loss
+                loss.backward()
+                return loss.detach()
+
+            loss = optimizer.with_room(run)
+
+        Raises:
+            torch.OutOfMemoryError: there is still too little memory.  Gradients of a part of the
+                model may have been added; drop them with ``zero_grad()`` to skip the step.
+        """
+        return with_room(self, run)
+
     def make_room(self) -> bool:
         """Keep fewer activations on the device from now on, after a forward or backward has raised
         ``torch.OutOfMemoryError``.
 
-        Call it after all tensors of the failed forward are dropped.  It lowers the room for
-        activations by a quarter, under ``activations="auto"`` chooses again which units are
-        recomputed, and frees memory that PyTorch caches.  It also prepares a repetition of the
-        micro-batch: gradients that the failed backward has delivered are not added twice, and
-        random numbers that its forward has drawn from torch's generators are drawn again.
+        Lower the room for activations by a quarter, under ``activations="auto"`` choose again which
+        units are recomputed, and free memory that PyTorch caches.  Call it outside of the
+        ``except`` block, whose exception holds the graph.
 
-        Example::
-
-            for tries in range(3):
-                try:
-                    loss = model(**batch).loss
-                    loss.backward()
-                    break
-                except torch.OutOfMemoryError:
-                    loss = None
-                    if not optimizer.make_room():
-                        raise
+        Also prepare a repetition of the same micro-batch, with the same forward and backward:
+        gradients that the failed backward has delivered are dropped when they come again, and
+        torch's random numbers are those of the first forward since the last backward or step.  For
+        another micro-batch call ``zero_grad()`` first.
 
         Returns:
-            Whether to repeat the forward and backward: fewer activations will stay.  ``False`` if
-            nothing can be lowered (``activations="keep"``), or if ``update="backward"`` has
-            updated units already: then ``step()`` takes the step as it is.
+            Whether to repeat the micro-batch: fewer activations will stay.  ``False`` if nothing
+            can be lowered (``activations="keep"``), or if ``update="backward"`` has updated units
+            already: then ``step()`` takes the step as it is.
 
         Raises:
             OffloadError: gradients of earlier micro-steps were lost; call ``zero_grad()`` and
-                repeat the whole step.  Or this is not the training thread, or the model is under
-                FSDP2 or DDP.
+                repeat the whole step.  Or the model runs, this is not the training thread, or the
+                model is under FSDP2 or DDP.
         """
         refuse_reentry()
         return self._engine.make_room()

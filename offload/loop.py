@@ -155,6 +155,7 @@ class Loop:
         if torch.is_grad_enabled() and not in_backward():
             self._executor.health.require_commits()
             self._averages.require_ended()
+            self._repeats.before_forward()  # if only parts of the model are called
             if self._commits is not None:
                 self._commits.seal()  # if only parts of the model are called
         if self._onloaded_units.may_change(unit):
@@ -183,7 +184,6 @@ class Loop:
         self._before_use()
         self._direct.finish()
         self._weights.reconcile()
-        self._repeats.backward_begins()
         self._onloaded_units.let_go()  # a unit kept open for reading may be updated
 
     def backward_over(self) -> None:
@@ -191,15 +191,14 @@ class Loop:
         if self._executor.health.failed or self._runtime.closed:
             return
         self._resident_guard.hide_all()  # shown again by a checkpoint's recomputation
+        appeared, self._collector.appeared_any = self._collector.appeared_any, False
         if self._repeats.ending:
-            self._collector.appeared_any = False
             self._trace.compute_pause()
             return
-        self._repeats.backward_over()
         self._collector.deliver_all()
         self._held.renew()
-        if self._collector.appeared_any:  # otherwise it was an unrelated autograd.grad
-            self._collector.appeared_any = False
+        # Without gradients it was an unrelated autograd.grad.
+        if appeared and self._repeats.backward_over():
             self._stepping.backward_over()
         self._trace.compute_pause()
 
@@ -222,6 +221,7 @@ class Loop:
         self._stepping.step(groups)
         self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
+        self._repeats.forget()
         self.tuner.stepped()
 
     def declared(self, final: bool) -> Declared:
@@ -230,8 +230,9 @@ class Loop:
 
     def make_room(self) -> bool:
         """See ``EngineHandle.make_room``."""
-        self._trainer.claim()
         self.require_usable()
+        if self._forward_stack.in_use:
+            raise LifecycleError("make_room() cannot be called while the model runs, as in a hook")
         return self._repeats.make_room()
 
     # -- sleep ----------------------------------------------------------------------------------

@@ -386,6 +386,7 @@ class SavedTensorOffloader:
             if memory.device != self._device:  # the device had no memory when it came back
                 there = memory.to(self._device)
                 if saved.memory is memory:
+                    saved.event = self._accelerator.record()  # first: a copy out may follow
                     saved.memory = there
                 memory = there
             made = torch.empty(0, dtype=handle.dtype, device=memory.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
@@ -62,8 +63,8 @@ class GradientCollector:
     Attributes:
         zeroed: parameters whose gradient was set to zero in place.
         torn: parameters of units whose delivery was interrupted by an exception.
-        arrived: parameters whose gradients the last backward has brought.
-        repeated: those of a backward that is repeated, which are dropped when they come again.
+        arrived: by parameter, how many gradients of the present micro-batch were taken in.
+        repeated: how many of these come again in its repetition, and are dropped.
     """
 
     def __init__(
@@ -97,8 +98,7 @@ class GradientCollector:
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()
         self._torn_sums = False  # a part of earlier micro-steps was lost with a torn gradient
-        self.arrived: set[int] = set()
-        self.repeated: set[int] = set()
+        self.arrived, self.repeated = Counter[int](), Counter[int]()
         self.taken: dict[int, int] = {}  # how often a fresh gradient came
         self.appeared_any = False  # since a caller last set it to ``False``
         self._told = [0] * len(parts.units)  # how often gradients were handed over
@@ -134,7 +134,6 @@ class GradientCollector:
         self.appeared_any = True
         if grad is None:
             return
-        self.arrived.add(index)  # first: if the next lines raise, ``p.grad`` may be a plain tensor
         if grad.requires_grad and torch.is_grad_enabled():  # as autograd does for create_graph only
             raise GradientError(
                 f"the gradient of parameter {self._name(index)!r} has a graph, after "
@@ -168,12 +167,12 @@ class GradientCollector:
                 "dense gradients only (for an embedding: sparse=False)"
             )
         unit = self.parts.unit_of[index]
-        self.repeated.discard(index)
         self._backward_updates.refuse_updated(unit)
         pending = self._pending_of(unit)
         pending.added.pop(index, None)  # from a backward that raised; dropped since
         pending.fresh[index] = grad.detach().resolve_conj()
         self._renew(index)
+        self.arrived[index] = 1
         self.taken[index] = self.taken.get(index, 0) + 1
         with torch_private.without_overrides():
             p.grad = None
@@ -194,6 +193,7 @@ class GradientCollector:
     def _renew(self, index: int) -> None:
         """Discard what is recorded about a parameter's earlier gradient."""
         self._ledger.renew(index)
+        del self.arrived[index], self.repeated[index]
         self.zeroed.discard(index)
         self._backward_updates.renew(index)
         self.torn.discard(index)
@@ -224,11 +224,12 @@ class GradientCollector:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add to a gradient, as for ``p.grad.add_(grad)``, by which autograd accumulates."""
-        if index in self.repeated and torch_private.in_backward():
-            self.repeated.discard(index)
+        if self.repeated[index] and torch_private.in_backward():
+            self.repeated[index] -= 1
             return
         if index in self.zeroed:
             self.replace(index, grad)
+            self.arrived[index] = 1
             return
         unit = self.parts.unit_of[index]
         self._backward_updates.refuse_updated(unit)
@@ -239,7 +240,7 @@ class GradientCollector:
             pending.added[index] = pending.added[index] + grad
         else:
             pending.added[index] = grad.detach().resolve_conj().clone()
-        self.arrived.add(index)
+        self.arrived[index] += torch_private.in_backward()
         self._ledger.squares.pop(index, None)  # last: the norm is measured again at delivery
 
     def awaits(self, index: int) -> bool:
@@ -363,16 +364,19 @@ class GradientCollector:
             )
 
     def repeat_arrived(self) -> None:
-        """Drop the gradients that the last backward has brought when they come again."""
+        """Drop the gradients that a failed backward has brought when they come again.
+
+        One that was not taken in, because a hook before raised, is dropped now.
+        """
         untaken = [
-            index for index in self.arrived
+            index for indices in self.trained for index in indices
             if type(torch_private.grad_of(self.parts.parameters[index])) is torch.Tensor
         ]  # fmt: skip
         for index in {*self.torn, *untaken}:
             with torch_private.without_overrides():
                 self.parts.parameters[index].grad = None
             self._renew(index)
-        self.repeated = {index for index in self.repeated | self.arrived if self.live(index)}
+        self.repeated = Counter({i: n for i, n in self.arrived.items() if self.live(i)})
 
     def refuse_torn(self, params: Collection[int]) -> None:
         """Raise if an exception interrupted the gathering of one of these gradients."""

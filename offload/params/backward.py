@@ -22,6 +22,7 @@ class Backward:
         self._begun: list[Callable[[], None]] = []
         self._over: list[Callable[[], None]] = []
         self._left: list[Callable[[int], None]] = []
+        self.abandoning = False  # a backward that raised is being ended
 
     def when_begun(self, told: Callable[[], None]) -> None:
         """Call ``told`` when the first graph task has begun.
@@ -98,8 +99,12 @@ class Backward:
     def abandon(self) -> None:
         """Finish a backward that an exception ended without a callback."""
         if self._tasks or self._units:
-            self._tasks.clear()
-            self._finish()
+            self.abandoning = bool(self._tasks)
+            try:
+                self._tasks.clear()
+                self._finish()
+            finally:
+                self.abandoning = False
 
 
 def _tell(listeners: Sequence[Callable[[], None]]) -> None:

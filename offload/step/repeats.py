@@ -36,25 +36,33 @@ class Repeats:
         self._ledger, self._tuner, self._accelerator = ledger, tuner, accelerator
         self._random: torch_private.Random | None = None
         self.ending = False  # a failed backward is being ended, to be repeated
+        self._failed = False  # the last backward has raised, and was ended already
 
     def before_forward(self) -> None:
-        """Record the random numbers of the first forward since the last backward."""
+        """Record the random numbers of the first forward since the last backward or step."""
         if self._random is None and torch.is_grad_enabled():
             self._random = torch_private.random_states(self._accelerator.device)
 
-    def backward_begins(self) -> None:
-        """Begin to record which gradients a backward brings."""
-        self._collector.arrived.clear()
+    def backward_over(self) -> bool:
+        """Forget the micro-batch, whose backward has ended; return false if it has raised."""
+        if self._backward.abandoning:
+            self._failed = True  # another forward began before ``make_room``
+            return False
+        self.forget()
+        return True
 
-    def backward_over(self) -> None:
-        """Forget the micro-batch, whose backward has ended."""
-        self._random = None
+    def forget(self) -> None:
+        """Forget the micro-batch: it will not be repeated."""
+        self._random, self._failed = None, False
+        self._collector.arrived.clear()
         self._collector.repeated.clear()
 
     def make_room(self) -> bool:
         """See ``EngineHandle.make_room``."""
         made = self._tuner.make_room()
-        failed = self._backward.running
+        failed = self._backward.running or self._failed
+        if self._ledger.early:
+            return False
         self._collector.require_whole()
         self.ending = True
         try:
@@ -63,8 +71,6 @@ class Repeats:
         finally:
             self.ending = False
         self._accelerator.empty_cache()
-        if self._ledger.early:
-            return False
         if failed:
             self._collector.repeat_arrived()
         if self._random is not None:

@@ -13,16 +13,16 @@ OF_ACTIVATIONS: dict[tuple[str, str], str] = {
         "tests/parity/test_kept_attention.py::test_a_forward_that_differs_is_an_error"
     ),
     ("offload/activations/tiles.py", "so it cannot run in tiles; leave it out"): (
-        "tests/parity/test_tiles.py::test_modules_that_are_no_feed_forward_layers_are_refused"
+        "tests/parity/test_tiled_layers.py::test_modules_that_are_no_feed_forward_layers_are_refused"
     ),
     ("offload/activations/tiles.py", "so it cannot run in tiles; leave it out of tile"): (
-        "tests/parity/test_tiles.py::test_a_layer_that_mixes_tokens_is_refused"
+        "tests/parity/test_tiled_layers.py::test_a_layer_that_mixes_tokens_is_refused"
     ),
     ("offload/activations/tiles.py", "change it after backward, or leave it out of tile"): (
-        "tests/parity/test_tiles.py::test_state_that_changes_before_backward_is_an_error"
+        "tests/parity/test_tiled_layers.py::test_state_that_changes_before_backward_is_an_error"
     ),
     ("offload/activations/tiles.py", "backward before step() and before such a change"): (
-        "tests/parity/test_tiles.py::test_weights_changed_between_forward_and_backward_are_an_error"
+        "tests/parity/test_tiled_layers.py::test_weights_changed_between_forward_and_backward_are_an_error"
     ),
     ("offload/planning/fitting.py", "pass tile='auto', use fewer tokens, or smaller units"): (
         "tests/parity/test_tiles.py::test_auto_tiles_if_tokens_fit_only_then"

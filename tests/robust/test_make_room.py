@@ -249,3 +249,135 @@ def test_lost_sums_of_earlier_micro_steps_are_an_error(monkeypatch: pytest.Monke
         model(x).backward()
         model(x).backward()
         optimizer.step()
+
+
+def failing_step(model: nn.Module, x: torch.Tensor, at: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError), Failing(at):
+        model(x).backward()
+
+
+def counted(model: nn.Module, optimizer: Any, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """Allocations of a micro-batch, and its gradients."""
+    with Failing(None) as counting:
+        model(x).backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    return counting.count, grads
+
+
+def all_close(model: nn.Module, grads: list[torch.Tensor], factor: float = 1.0) -> None:
+    for grad, p in zip(grads, model.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.clone(), factor * grad)
+
+
+@about_cpu
+@pytest.mark.parametrize("between", [
+    "zero before", "zero after", "evaluation", "grad", "forward", "grad after",
+])  # fmt: skip
+def test_what_people_do_between(between: str) -> None:
+    model = Net().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        count, grads = counted(model, optimizer, x)
+        failing_step(model, x, count * 3 // 4)
+        if between == "zero before":
+            optimizer.zero_grad(set_to_none=False)
+        elif between == "evaluation":
+            with torch.no_grad():
+                model(2 * x)
+        elif between == "grad":
+            y = x.clone().requires_grad_()
+            torch.autograd.grad(model(y), y)
+        elif between == "forward":
+            model(x)
+        assert optimizer.make_room()
+        if between == "zero after":
+            optimizer.zero_grad(set_to_none=False)
+        elif between == "grad after":
+            y = x.clone().requires_grad_()
+            torch.autograd.grad(model(y), y)
+        model(x).backward()
+        all_close(model, grads)
+
+
+@about_cpu
+def test_a_module_used_twice_in_reentrant_checkpoints() -> None:
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (*self.blocks, *self.blocks):
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+            return x.square().mean()
+
+    model = Twice().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH).requires_grad_()
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        count, grads = counted(model, optimizer, x)
+        for at in range(count // 3, count - 6, 9):
+            failing_step(model, x, at)
+            assert optimizer.make_room()
+            model(x).backward()
+            all_close(model, grads)
+            optimizer.zero_grad()
+
+
+@about_cpu
+def test_a_hook_before_the_engine_s_that_fails() -> None:
+    model = Net().eval()
+    fails: list[bool] = []
+
+    def hook(_p: torch.Tensor) -> None:
+        if fails and fails.pop():
+            raise torch.OutOfMemoryError("drawn")
+
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(hook)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        _, grads = counted(model, optimizer, x)
+        fails.append(True)
+        failing_step(model, x, -1)
+        assert optimizer.make_room()
+        model(x).backward()
+        all_close(model, grads)
+
+
+@about_cpu
+def test_parts_of_a_model_draw_the_same_numbers() -> None:
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+
+    def run() -> torch.Tensor:
+        y = x
+        for block in model.blocks:
+            y = block(y)
+        loss = y.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        torch.manual_seed(3)
+        with Failing(None) as counting:
+            expected = run()
+        optimizer.zero_grad()
+        torch.manual_seed(3)
+        failing = [Failing(counting.count * 3 // 4)]
+
+        def first_fails() -> torch.Tensor:
+            with failing.pop() if failing else Failing(None):
+                return run()
+
+        assert torch.equal(optimizer.with_room(first_fails), expected)
+
+
+@about_cpu
+def test_a_model_that_runs_cannot_be_repeated() -> None:
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        model.blocks[1].register_forward_hook(lambda *_: optimizer.make_room() and None)
+        with pytest.raises(overspill.OffloadError, match="while the model runs"):
+            model(normal(0, TOKENS, WIDTH))

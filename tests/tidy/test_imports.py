@@ -13,7 +13,6 @@ LEVELS = [
     {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
     {"overspill.integrations"},
-    {"overspill.room"},
     {"overspill.api"},
     {"overspill.arguments", "overspill.over_ranks"},
     {"overspill.ranks"},
@@ -38,7 +37,7 @@ LEVELS = [
     {"overspill.config"},
     {"overspill.measure", "overspill.observe"},
     {"overspill.quantised"},
-    {"overspill.errors", "overspill.paths"},
+    {"overspill.errors", "overspill.paths", "overspill.room"},
     {"overspill.io_engine", "overspill.optim"},
     {"overspill.schedule"},
     {"overspill.facts"},
