@@ -113,12 +113,12 @@ class EngineHandle:
         """Keep fewer activations on the device from now on, after a forward or backward has raised
         ``torch.OutOfMemoryError``.
 
-        Lower the room for activations by a quarter, under ``activations="auto"`` choose again which
-        units are recomputed, and free memory that PyTorch caches.  Call it outside of the
-        ``except`` block, whose exception holds the graph.
+        Lower the room for activations to three quarters of what was kept, for the rest of the run,
+        under ``activations="auto"`` choose again which units are recomputed, and free memory that
+        PyTorch caches.  Call it outside of the ``except`` block, whose exception holds the graph.
 
         Also prepare a repetition of the same micro-batch, with the same forward and backward:
-        gradients that the failed backward has delivered are dropped when they come again, and
+        gradients that the failed backward has already delivered are not added a second time, and
         torch's random numbers are those of the first forward since the last backward or step.  For
         another micro-batch call ``zero_grad()`` first.
 

@@ -28,6 +28,10 @@ def with_room(optimizer: Any, run: Callable[[], T]) -> T:
         except torch.OutOfMemoryError as error:
             message = str(error)
         # Outside of the block above, where the error's frames would keep the graph.
-        if not optimizer.make_room():
+        try:
+            made = optimizer.make_room()
+        except Exception as error:
+            raise error from torch.OutOfMemoryError(message)
+        if not made:
             raise torch.OutOfMemoryError(message)
     return run()

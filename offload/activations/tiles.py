@@ -118,8 +118,9 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "does not hold two linear layers"
     if not layer.__class__.__module__.startswith(_SKELETONS):
         given = list(inspect.signature(type(layer).forward).parameters.values())[1:]
-        required = [each for each in given if each.default is each.empty]
-        if len(required) != 1 or required[0].kind is required[0].KEYWORD_ONLY:
+        more = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        required = [each for each in given if each.default is each.empty and each.kind not in more]
+        if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
             return "does not take one tensor"
     for inner in layer.modules():
         if isinstance(inner, nn.Dropout) and inner.p > 0:

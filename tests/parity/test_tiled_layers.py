@@ -317,3 +317,23 @@ def test_an_interrupt_leaves_no_mode_that_is_removed_with_others() -> None:
             assert not _get_current_dispatch_mode_stack()
             optimizer.zero_grad()
             overspill.unwrap(model)
+
+
+@about_cpu
+def test_layers_of_diffusers() -> None:
+    attention = pytest.importorskip("diffusers.models.attention")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        attention.FeedForward(16), attention.FeedForward(16, activation_fn="geglu")
+    )
+    plain = copy.deepcopy(model)
+    assert len(tiles.layers_in(model)) == 2
+    with overspill.wrap(model, adamw(model), device="cpu", tile=["*"]):
+        mine, theirs = model(fed(0)), plain(fed(0))
+        torch.testing.assert_close(mine, theirs)
+        assert "CatBackward" in graph_of(mine)
+        for made in (mine, theirs):
+            made.square().mean().backward()
+        for p, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert own.grad is not None and p.grad is not None
+            torch.testing.assert_close(own.grad.clone(), p.grad)
