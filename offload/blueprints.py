@@ -105,7 +105,7 @@ def make_blueprint(
         if config.tile is None or made.plan.fits or now or not (layers := layers_in(model)):
             return made
         other = tiled(layers)
-        return other if other.plan.fits else made
+        return other if other.plan.fits or made.plan.detail.activations_short else made
     return tiled(require_layers(modules_named(model, config.tile, "tile")))
 
 

@@ -130,7 +130,7 @@ def test_a_plan_counts_activations_where_they_are_known(tmp_path: Path) -> None:
     machine = Path(__file__).parents[2] / "examples" / "machines" / "rtx4090.toml"
     common = ["plan", "--model", "llama-1b", "--precision", "bf16", "--rates", machine]
     said = {}
-    for tokens, policy, code in ((0, "auto", 0), (2048, "auto", 0), (32768, "keep", 3)):
+    for tokens, policy, code in ((0, "auto", 0), (2048, "auto", 0), (65536, "keep", 3)):
         result = call(*common, "--tokens", tokens, "--activations", policy)
         assert result.exit_code == code, result.output
         lines = (line for line in result.output.splitlines() if "activations" in line)
@@ -138,10 +138,10 @@ def test_a_plan_counts_activations_where_they_are_known(tmp_path: Path) -> None:
     assert said[0].startswith("fits, streams no units, activations (auto) not known yet")
     assert re.match(r"fits, streams [\w ]+(\(\d+% of the weights\))?, about ", said[2048])
     assert "GiB left for them" in said[2048]
-    assert said[32768].startswith("does not fit: what autograd keeps until backward")
-    figures = json.loads(call(*common, "--tokens", 32768, "--activations", "keep", "--json").output)
+    assert said[65536].startswith("does not fit: what autograd keeps until backward")
+    figures = json.loads(call(*common, "--tokens", 65536, "--activations", "keep", "--json").output)
     assert figures["fits"] is False and figures["activations_fit"] is False
-    figures = json.loads(call(*common, "--tokens", 32768, "--json").output)
+    figures = json.loads(call(*common, "--tokens", 65536, "--json").output)
     assert figures["fits"] is True, "they may leave"
 
 
