@@ -228,6 +228,11 @@ class Engine(Closeable):
         return replace(plan, detail=replace(plan.detail, pageable_bytes=pageable))
 
     @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.runtime.accelerator.device
+
+    @property
     def config(self) -> OffloadConfig:
         """The options that were given."""
         return self.runtime.config

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import torch
 from typing_extensions import Self
 
 from .engine import Engine
@@ -16,10 +17,11 @@ from .facts.tier import Tier
 from .observe.export import save_trace
 from .paths import as_path
 from .planning.plan import Plan
+from .private import torch_private
 from .private.reentrancy import refuse_reentry
-from .room import with_room
 
 T = TypeVar("T")
+MOST_TRIES = 4  # of a micro-batch in ``with_room``
 
 
 class EngineHandle:
@@ -91,8 +93,8 @@ class EngineHandle:
     def with_room(self, run: Callable[[], T]) -> T:
         """Return what ``run`` computes: the forward and backward of one micro-batch.
 
-        If it raises ``torch.OutOfMemoryError``, call ``make_room`` and run it again, up to three
-        times.
+        If it raises ``torch.OutOfMemoryError``, call ``make_room``, set torch's random numbers back
+        to where they were, and run it again, up to three times.
 
         Example::
 
@@ -107,7 +109,22 @@ class EngineHandle:
             torch.OutOfMemoryError: there is still too little memory.  Gradients of a part of the
                 model may have been added; drop them with ``zero_grad()`` to skip the step.
         """
-        return with_room(self, run)
+        device = self._engine.device
+        drawn = torch_private.random_states(device)
+        for _ in range(MOST_TRIES - 1):
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            # Outside of the block above, where the error's frames would keep the graph.
+            try:
+                made = self.make_room()
+            except Exception as error:
+                raise error from torch.OutOfMemoryError(message)
+            if not made:
+                raise torch.OutOfMemoryError(message)
+            torch_private.restore_random_states(drawn, device)
+        return run()
 
     def make_room(self) -> bool:
         """Keep fewer activations on the device from now on, after a forward or backward has raised
@@ -118,9 +135,9 @@ class EngineHandle:
         PyTorch caches.  Call it outside of the ``except`` block, whose exception holds the graph.
 
         Also prepare a repetition of the same micro-batch, with the same forward and backward:
-        gradients that the failed backward has already delivered are not added a second time, and
-        torch's random numbers are those of the first forward since the last backward or step.  For
-        another micro-batch call ``zero_grad()`` first.
+        gradients that the failed backward has already delivered are not added a second time.  For
+        another micro-batch call ``zero_grad()`` first.  ``with_room`` does all of this, and also
+        repeats random numbers.
 
         Returns:
             Whether to repeat the micro-batch: fewer activations will stay.  ``False`` if nothing

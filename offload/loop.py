@@ -138,7 +138,6 @@ class Loop:
             self._group_check.check()
         self.write_copies()
         self._onloaded_units.refuse_edits()
-        self._repeats.before_forward()
         if self._commits is not None:
             self._commits.require_whole()
             if torch.is_grad_enabled():
@@ -155,7 +154,6 @@ class Loop:
         if torch.is_grad_enabled() and not in_backward():
             self._executor.health.require_commits()
             self._averages.require_ended()
-            self._repeats.before_forward()  # if only parts of the model are called
             if self._commits is not None:
                 self._commits.seal()  # if only parts of the model are called
         if self._onloaded_units.may_change(unit):

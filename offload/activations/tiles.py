@@ -36,7 +36,7 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 #
 # A layer that draws random numbers, or whose tokens depend on each other, cannot run in tiles. The
 # first call compares tiles with the whole layer, until the comparison says something. Each call
-# looks whether the first tile has moved torch's generators.
+# looks whether the tiles have moved torch's generators; if so, the layer runs whole from then on.
 #
 # The size of a tile depends on the layer's shape and on the number of tokens: results are the same
 # under other budgets. Autograd sums the gradients of a weight over tiles in the weight's dtype, so
@@ -193,6 +193,7 @@ class _TiledForward:
         self._layer, self._named = layer, named
         self._checked = False  # tiles were compared with the whole layer
         self._refused = self._told = False
+        self._draws: set[bool] = set()  # the modes (training or not) in which it draws
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self._layer).forward, self._layer)
@@ -203,7 +204,7 @@ class _TiledForward:
         if layer not in TILED or torch.compiler.is_compiling() or len(given) != 1:
             return whole(layer, *args, **kwargs)
         x = given[0]
-        if self._refused or not _fits(layer, x):
+        if self._refused or layer.training in self._draws or not _fits(layer, x):
             return whole(layer, *args, **kwargs)
         self._checked = self._checked or self._shows_independence(x)
         if not self._checked:
@@ -213,9 +214,13 @@ class _TiledForward:
         if torch_private.same_random_states(before, torch_private.random_states(x.device)):
             return made
         del made
-        self._tell("draws random numbers")
+        self._drew()
         torch_private.restore_random_states(before, x.device)
         return whole(layer, *args, **kwargs)
+
+    def _drew(self) -> None:
+        self._draws.add(self._layer.training)
+        self._tell("draws random numbers")
 
     def _tell(self, why: str) -> None:
         if not self._told:
@@ -256,7 +261,7 @@ class _TiledForward:
             return self._refuse(f"changes {changed} when it runs")
         if not torch_private.same_random_states(drawn, torch_private.random_states(x.device)):
             torch_private.restore_random_states(drawn, x.device)
-            self._tell("draws random numbers")
+            self._drew()
             return False
         largest = expected.float().abs().amax()
         if not bool(torch.isfinite(largest)) or not bool(largest > 0):

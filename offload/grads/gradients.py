@@ -474,6 +474,7 @@ class GradientCollector:
         self.zeroed.clear()
         self._backward_updates.drop()
         self.torn.clear()
+        self.arrived.clear()
         self.repeated.clear()
 
     def present(self, unit: int) -> frozenset[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from ..engine import engine_of
 from ..io_engine.atomic_files import make_folder, replacing
 from ..optimizer import OffloadedOptimizer, optimizer_of
 from ..private import optimizer_private
-from ..room import with_room
 
 log = logging.getLogger("overspill")
 
@@ -94,11 +94,9 @@ class OverspillStrategy(SingleDeviceStrategy):
         self, optimizer: Any, closure: Any, model: Any = None, **more: Any
     ) -> Any:  # fmt: skip
         """Repeat the last micro-batch of a step if it runs out of memory."""
-
-        def repeated() -> Any:
-            return with_room(optimizer, closure)
-
-        return super().optimizer_step(optimizer, repeated, model, **more)
+        if isinstance(optimizer, OffloadedOptimizer):
+            closure = partial(optimizer.with_room, closure)
+        return super().optimizer_step(optimizer, closure, model, **more)
 
     @property
     def _wrapped(self) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from ..optimizer import OffloadedOptimizer
-from ..room import with_room
+from ..private import torch_private
 
 
 class Repeating(Trainer):
@@ -19,7 +19,8 @@ class Repeating(Trainer):
     """
 
     _offloaded: OffloadedOptimizer | None
-    _batches: list[Any] | None = None  # of the step that runs: what was prepared
+    # Of the step that runs: the batch that was prepared, and the random numbers then.
+    _batches: list[tuple[Any, torch_private.Random]] | None = None
 
     def training_step(self, *args: Any, **more: Any) -> torch.Tensor:
         offloaded = self._offloaded
@@ -32,13 +33,18 @@ class Repeating(Trainer):
 
         self._batches = []
         try:
-            return with_room(offloaded, run)
+            return offloaded.with_room(run)
         finally:
             self._batches = None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if self._batches is None:
             return super()._prepare_inputs(inputs)
-        if not self._batches:
-            self._batches.append(super()._prepare_inputs(inputs))
-        return copy.copy(self._batches[0])  # losses take entries out of it
+        device = self.accelerator.device
+        if self._batches:
+            batch, drawn = self._batches[0]
+            torch_private.restore_random_states(drawn, device)
+        else:
+            batch = super()._prepare_inputs(inputs)
+            self._batches.append((batch, torch_private.random_states(device)))
+        return copy.copy(batch)  # losses take entries out of it

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..activations.activation_tuner import ActivationTuner
 from ..grads.gradients import GradientCollector
 from ..movement.accelerators.base import Accelerator
 from ..params.backward import Backward
-from ..private import torch_private
 from ..schedule.ledger import Ledger
 from .forward_stack import ForwardStack
 
@@ -19,10 +16,9 @@ from .forward_stack import ForwardStack
 # dropped (``GradientCollector.repeated``); the others are added. So nothing is counted twice, and
 # no copy of the gradients is needed.
 #
-# The values are the same because weights and random numbers are: torch's generators are set back to
-# their states at the beginning of the first forward since the last backward that has ended. Under
-# ``update="backward"``, weights that the failed backward has updated are not the same, so it cannot
-# be repeated.
+# The values are the same because weights and random numbers are, which ``with_room`` sets back.
+# Under ``update="backward"``, weights that the failed backward has updated are not the same, so it
+# cannot be repeated.
 
 
 class Repeats:
@@ -34,14 +30,8 @@ class Repeats:
     ) -> None:  # fmt: skip
         self._forward_stack, self._backward, self._collector = forward_stack, backward, collector
         self._ledger, self._tuner, self._accelerator = ledger, tuner, accelerator
-        self._random: torch_private.Random | None = None
         self.ending = False  # a failed backward is being ended, to be repeated
         self._failed = False  # the last backward has raised, and was ended already
-
-    def before_forward(self) -> None:
-        """Record the random numbers of the first forward since the last backward or step."""
-        if self._random is None and torch.is_grad_enabled():
-            self._random = torch_private.random_states(self._accelerator.device)
 
     def backward_over(self) -> bool:
         """Forget the micro-batch, whose backward has ended; return false if it has raised."""
@@ -53,7 +43,7 @@ class Repeats:
 
     def forget(self) -> None:
         """Forget the micro-batch: it will not be repeated."""
-        self._random, self._failed = None, False
+        self._failed = False
         self._collector.arrived.clear()
         self._collector.repeated.clear()
 
@@ -73,6 +63,4 @@ class Repeats:
         self._accelerator.empty_cache()
         if failed:
             self._collector.repeat_arrived()
-        if self._random is not None:
-            torch_private.restore_random_states(self._random, self._accelerator.device)
         return made

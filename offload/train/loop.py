@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import GradientError
 from ..facts.stats import Stats
-from ..room import with_room
+from ..optimizer import OffloadedOptimizer
 from .data import Batches
 from .progress import Progress
 from .ranks import ALONE, Ranks, without_sync
@@ -139,5 +139,6 @@ def _gradients(
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        total += run() if settings.ranks.several else with_room(optimizer, run)
+        alone = not settings.ranks.several and isinstance(optimizer, OffloadedOptimizer)
+        total += optimizer.with_room(run) if alone else run()
     return settings.ranks.mean(total), tokens

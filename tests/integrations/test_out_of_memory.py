@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.engine_handle import EngineHandle
-from overspill.room import MOST_TRIES, with_room
+from overspill.engine_handle import MOST_TRIES, EngineHandle
 from overspill.train.job import run
 from tests.devices import about_cpu
 from tests.unit.test_train_job import Quiet, small
@@ -139,9 +138,5 @@ def test_what_never_fits_ends_with_the_error(rooms: list[bool]) -> None:
 
     with overspill.wrap(model, adamw, device="cpu", host_memory="64MiB") as optimizer:
         with pytest.raises(torch.OutOfMemoryError, match="never"):
-            with_room(optimizer, fails)
+            optimizer.with_room(fails)
         assert len(tries) == MOST_TRIES
-    kept = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(torch.OutOfMemoryError):
-        with_room(kept, fails)
-    assert len(tries) == MOST_TRIES + 1

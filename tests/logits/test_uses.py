@@ -122,14 +122,18 @@ def with_its_own_gradient(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return (z * alone.grad).sum()
 
 
-@pytest.mark.parametrize("loss", [changed_views, changed_after_values, with_its_own_gradient])
-def test_changes_in_place(loss: Loss, deferred: Any) -> None:
+def same_as_ordinary(loss: Loss, deferred: Any) -> None:
     head, hidden, target = case(torch.float32)
     plain, _ = results(head, loss, hidden=hidden, target=target)
     plain = [each.clone() for each in plain]
     found, _ = results(deferred(head), loss, hidden=hidden, target=target)
     for mine, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [changed_views, changed_after_values, with_its_own_gradient])
+def test_changes_in_place(loss: Loss, deferred: Any) -> None:
+    same_as_ordinary(loss, deferred)
 
 
 def test_what_cannot_be_seen_is_refused(deferred: Any) -> None:
@@ -244,12 +248,7 @@ THROUGH = [through_a_function, through_a_checkpoint, around_ordinary_logits, com
 
 @pytest.mark.parametrize("loss", THROUGH)
 def test_code_that_hides_the_logits(loss: Loss, deferred: Any) -> None:
-    head, hidden, target = case(torch.float32)
-    plain, _ = results(head, loss, hidden=hidden, target=target)
-    plain = [each.clone() for each in plain]
-    found, _ = results(deferred(head), loss, hidden=hidden, target=target)
-    for mine, theirs in zip(found, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    same_as_ordinary(loss, deferred)
 
 
 def test_a_function_returns_logits_that_are_changed_in_place(deferred: Any) -> None:

@@ -37,7 +37,7 @@ LEVELS = [
     {"overspill.config"},
     {"overspill.measure", "overspill.observe"},
     {"overspill.quantised"},
-    {"overspill.errors", "overspill.paths", "overspill.room"},
+    {"overspill.errors", "overspill.paths"},
     {"overspill.io_engine", "overspill.optim"},
     {"overspill.schedule"},
     {"overspill.facts"},

@@ -159,7 +159,7 @@ class StreamsAccelerator:
         self._clock = StreamClock(base)
         self._in = _CopyStream("copy_in", self._make, self._clock)
         self._out = _CopyStream("copy_out", self._make, self._clock)
-        self._compute: Any = None  # the stream that computes, once it is known
+        self._compute: Any = None  # the stream that computes, once it has asked for ``stream``
         self._update, self._gather = self._make.stream(urgent=True), self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
@@ -269,10 +269,11 @@ class StreamsAccelerator:
         # PyTorch's allocator keeps freed memory for the stream that it was allocated on. On the
         # stream of compute, what comes back takes the place of what was offloaded. The copy then
         # waits for work that compute has queued so far, which may still use that memory.
-        stream = self._in.stream if self._compute is None else self._compute
+        compute = self._compute
+        stream = self._in.stream if compute is None else compute
         with self._make.on(stream):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            if self._compute is not None:
+            if compute is not None:
                 event = self._make.event(timing=False)
                 event.event.record(stream)
                 self._in.stream.wait_event(event.event)
