@@ -161,10 +161,8 @@ class Engine(Closeable):
         resources: EngineResources,
         calibration: Calibration | None = None,
     ) -> Engine:
-        """Install hooks on a model whose weights and state are in ``resources``.
-
-        After an error no hooks are left, and the caller closes the resources.
-        """
+        """Install hooks on a model whose weights and state are in ``resources``, which the caller
+        closes after an error; no hooks are left then."""
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, resources, calibration, hooks)
