@@ -34,7 +34,6 @@ from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
 from .model_marks import ENGINE, MADE, ModelMarks, hold
-from .movement.runtime import Runtime
 from .params.backward import Backward
 from .params.conversions import Conversions, in_engine
 from .params.expert_routing import Choices
@@ -143,7 +142,8 @@ class Engine(Closeable):
         hooks.append(DeferredHeads.of_engine(blueprint.heads, parts, ledger.versions))
         named, versions = config.tile != "auto", ledger.versions
         hooks.append(TiledLayers.of_engine(blueprint.tiled, parts, versions, named=named))
-        self._figures = _figures_of(runtime, calibration)
+        needed_s = move_seconds(runtime.blueprint.plan.link_bytes, runtime.config.rates)
+        self._figures = StepFigures(runtime.trace, needed_s, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce
         ))  # fmt: skip
@@ -278,6 +278,11 @@ class Engine(Closeable):
         """Raise if gradients cannot be dropped, because a step that has begun has applied them."""
         if not self.finished:
             self._weights.require_gradients_unused()
+
+    def gradients_dropped(self) -> None:
+        """Begin the micro-steps of a step anew: ``zero_grad`` has dropped all gradients."""
+        if not self.finished:
+            self._loop.gradients_dropped()
 
     @property
     def returns(self) -> int:
@@ -485,11 +490,6 @@ class Engine(Closeable):
     def forked(self) -> None:
         """Invalidate the engine in a forked child, where its memory and threads are unusable."""
         self._onloaded_units.close()
-
-
-def _figures_of(runtime: Runtime, calibration: Calibration | None) -> StepFigures:
-    needed_s = move_seconds(runtime.blueprint.plan.link_bytes, runtime.config.rates)
-    return StepFigures(runtime.trace, needed_s, calibration)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -226,6 +226,13 @@ class Loop:
         """Declare every backward in this block to be (or not to be) the last one of the step."""
         return self._backward_updates.declared(final)
 
+    def gradients_dropped(self) -> None:
+        """See ``Engine.gradients_dropped``."""
+        if not in_backward() and not self._runtime.ledger.early:
+            self._repeats.end_failed()
+            self._repeats.forget()
+            self._runtime.ledger.micro_steps = 0
+
     def make_room(self) -> bool:
         """See ``EngineHandle.make_room``."""
         self.require_usable()

@@ -102,6 +102,8 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         """
         self._engine.require_gradients_unused()
         super().zero_grad(set_to_none)
+        if len(self.all_optimizers) == 1:
+            self._engine.gradients_dropped()
 
     def accumulate(self, *, final: bool) -> Declared:
         """Declare whether the ``backward()`` in this block is the last one of its step.

@@ -333,6 +333,10 @@ class _Input(torch.autograd.Function):
     def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad
 
+    @staticmethod
+    def jvp(_ctx: Any, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
 
 class _Call:
     """A call of a tiled layer: what its tiles need to be computed again, in backward."""
@@ -353,7 +357,7 @@ class _Call:
         self._autocast = x.device.type, autocast_dtype(x.device.type)
         # The input while a backward needs it: a checkpoint around the layer gives it only once.
         self._x: torch.Tensor | None = None
-        self._left = 0  # tiles that this backward has not computed yet
+        self._task = self._left = 0  # that backward, and the tiles that it has not computed yet
 
     def again(self, span: slice) -> None:
         """Compute a tile again."""
@@ -386,10 +390,10 @@ class _Call:
                     f"inplace operation: the input of a tiled {type(self._layer).__name__}"
                 )
             return self._kept
-        x = self._x
-        if x is None:
+        x, task = self._x, torch_private.current_graph_task()
+        if x is None or task != self._task:
             (x,) = self._node.saved_tensors
-            self._x, self._left = x, self._tiles
+            self._x, self._task, self._left = x, task, self._tiles
         self._left -= 1
         if not self._left:
             self._x = None

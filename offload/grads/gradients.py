@@ -368,15 +368,21 @@ class GradientCollector:
 
         One that was not taken in, because a hook before raised, is dropped now.
         """
-        untaken = [
-            index for indices in self.trained for index in indices
-            if type(torch_private.grad_of(self.parts.parameters[index])) is torch.Tensor
-        ]  # fmt: skip
+        untaken = [index for indices in self.trained for index in indices if self._untaken(index)]
         for index in {*self.torn, *untaken}:
             with torch_private.without_overrides():
                 self.parts.parameters[index].grad = None
             self._renew(index)
         self.repeated = Counter({i: n for i, n in self.arrived.items() if self.live(i)})
+
+    def _untaken(self, index: int) -> bool:
+        """Return whether a parameter with hooks of the user has a gradient that was not taken in.
+
+        Without such hooks, only the user can have assigned a plain tensor.
+        """
+        p = self.parts.parameters[index]
+        plain = type(torch_private.grad_of(p)) is torch.Tensor
+        return plain and torch_private.post_accumulate_hooks(p) > 1
 
     def refuse_torn(self, params: Collection[int]) -> None:
         """Raise if an exception interrupted the gathering of one of these gradients."""

@@ -253,6 +253,12 @@ def restore_random_states(states: Random, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states[1], device)
 
 
+def post_accumulate_hooks(p: torch.Tensor) -> int:
+    """Return the number of post-accumulate hooks of a parameter."""
+    with without_overrides():
+        return len(p._post_accumulate_grad_hooks or ())
+
+
 def without_overrides() -> AbstractContextManager[object]:
     """Return a context that disables ``__torch_function__`` of tensor subclasses."""
     guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()

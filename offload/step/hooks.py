@@ -196,11 +196,11 @@ class ModuleHooks:
         around = self._recompute.begin(unit, module, args, kwargs)
         try:
             self._forward_stack.enter(unit)
+            self._forward_stack.push(unit, around)
         except BaseException:
             if around is not None:
                 around.end(completed=False)
             raise
-        self._forward_stack.push(unit, around)
         if self._saved_offloader is not None:
             self._saved_offloader.computes()
 

@@ -47,6 +47,14 @@ class Repeats:
         self._collector.arrived.clear()
         self._collector.repeated.clear()
 
+    def end_failed(self) -> None:
+        """End a backward that raised, without delivering its gradients."""
+        self.ending = True
+        try:
+            self._backward.abandon()
+        finally:
+            self.ending = False
+
     def make_room(self) -> bool:
         """See ``EngineHandle.make_room``."""
         made = self._tuner.make_room()
@@ -54,12 +62,8 @@ class Repeats:
         if self._ledger.early:
             return False
         self._collector.require_whole()
-        self.ending = True
-        try:
-            self._forward_stack.tidy()
-            self._backward.abandon()
-        finally:
-            self.ending = False
+        self._forward_stack.tidy()
+        self.end_failed()
         self._accelerator.empty_cache()
         if failed:
             self._collector.repeat_arrived()

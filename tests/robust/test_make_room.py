@@ -380,3 +380,77 @@ def test_a_model_that_runs_cannot_be_repeated() -> None:
         model.blocks[1].register_forward_hook(lambda *_: optimizer.make_room() and None)
         with pytest.raises(overspill.OffloadError, match="while the model runs"):
             model(normal(0, TOKENS, WIDTH))
+
+
+@about_cpu
+def test_zero_grad_ends_a_backward_that_failed() -> None:
+    model = Net().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"], accumulate=2) as optimizer:
+        count, grads = counted(model, optimizer, x)
+        first, second = model(x), model(x)
+        with pytest.raises(torch.OutOfMemoryError), Failing(count // 3):
+            first.backward()
+        optimizer.zero_grad()
+        second.backward()
+        modes = [Failing(count * 3 // 4)]
+
+        def run() -> None:
+            with modes.pop() if modes else Failing(None):
+                model(x).backward()
+
+        optimizer.with_room(run)
+        all_close(model, grads, 2.0)
+        assert optimizer._engine.runtime.ledger.micro_steps == 2
+
+
+@about_cpu
+def test_gradients_that_the_user_assigned_stay() -> None:
+    model = Net().eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = normal(0, TOKENS, WIDTH)
+    with overspill.wrap(model, adamw, **PLACES["host"]) as optimizer:
+        count, grads = counted(model, optimizer, x)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad.clone()
+        failing_step(model, x, count * 2 // 3)
+        assert optimizer.make_room()
+        model(x).backward()
+        all_close(model, grads, 2.0)
+
+
+@about_cpu
+def test_zero_grad_begins_the_micro_steps_anew() -> None:
+    model = Net().eval()
+    plain = Net().eval()
+    x = normal(0, TOKENS, WIDTH)
+    options = {**PLACES["host"], "update": "backward", "accumulate": 2}
+    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, adamw, **options) as optimizer:
+        model(3 * x).backward()
+        optimizer.zero_grad()
+        for each in (model, plain):
+            each(x).backward()
+            each(2 * x).backward()
+        inner.step()
+        optimizer.step()
+        overspill.unwrap(model)
+    for p, own in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, p)
+
+
+@about_cpu
+def test_a_forward_that_cannot_begin_leaves_no_mode() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, adamw, **PLACES["host"]):
+        with (
+            torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+            pytest.raises(RuntimeError, match="none here"),
+        ):
+            model.blocks[0](normal(0, TOKENS, WIDTH))
+        assert not _get_current_dispatch_mode_stack()
