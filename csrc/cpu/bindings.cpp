@@ -218,6 +218,28 @@ bool pack_int8(std::uintptr_t weight, int weight_type, std::size_t rows, std::si
   return pack(kernels().pack_int8, packing, rows, std::max<std::size_t>(1, kTask / columns));
 }
 
+void convert(ActivationFn kernel, std::uintptr_t values, int type, std::size_t numel,
+             std::uintptr_t blocks) {
+  Activation activation;
+  activation.values = address<void>(values);
+  activation.type = static_cast<FloatType>(type);
+  activation.blocks = address<std::uint8_t>(blocks);
+  const nb::gil_scoped_release released;
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    kernel(activation, begin, std::min(begin + kTask, numel));
+  };
+  parallel(tasks_of(numel), task);
+}
+
+void pack_activation(std::uintptr_t values, int type, std::size_t numel, std::uintptr_t blocks) {
+  convert(kernels().pack_activation, values, type, numel, blocks);
+}
+
+void unpack_activation(std::uintptr_t blocks, std::size_t numel, std::uintptr_t values, int type) {
+  convert(kernels().unpack_activation, values, type, numel, blocks);
+}
+
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
 
 // The rows and columns of a task: about kTaskElements, in as few rows as tiles allow.
@@ -283,6 +305,8 @@ NB_MODULE(_native, m) {
   m.def("unpack_int8", &overspill::unpack_int8);
   m.def("pack_nf4", &overspill::pack_nf4);
   m.def("pack_int8", &overspill::pack_int8);
+  m.def("pack_activation", &overspill::pack_activation);
+  m.def("unpack_activation", &overspill::unpack_activation);
   m.def("dequantise", &overspill::dequantise, "codes"_a, "table"_a, "scales"_a, "zeros"_a,
         "index"_a, "weight"_a, "order"_a, "bits"_a, "rows"_a, "columns"_a, "row_bytes"_a,
         "block_rows"_a, "block_columns"_a, "groups"_a, "transposed"_a, "through"_a, "weight_type"_a,

@@ -112,10 +112,22 @@ struct Tile {
 // The first column is a multiple of kTileColumns; the first row of kTileRows, unless by_rows().
 using DequantiseFn = void (*)(const Quantised& quantised, const Tile& tile);
 
+// Elements of a saved activation that share a scale, and the bytes that they are packed in.
+constexpr std::size_t kActivationBlock = 128;
+constexpr std::size_t kActivationBytes = kActivationBlock + 4;
+
+// A saved activation as compute has it, and in packed blocks: either is made from the other.
+struct Activation {
+  void* values = nullptr;
+  FloatType type = FloatType::kF32;
+  std::uint8_t* blocks = nullptr;
+};
+
 constexpr float kSmallestSize = 1e-38f;  // whose reciprocal is finite
 constexpr std::uint32_t kCodeOfZero = 7;
 
 using PackFn = bool (*)(const Packing& packing, std::size_t begin, std::size_t end);
+using ActivationFn = void (*)(const Activation& activation, std::size_t begin, std::size_t end);
 using UnpackFn = void (*)(const Packed& packed, std::size_t begin, std::size_t end);
 
 // Updates elements [begin, end); begin is a multiple of kTask. Returns whether all values that it
@@ -141,6 +153,8 @@ struct Kernels {
   UnpackFn unpack_int8;
   PackFn pack_nf4;
   PackFn pack_int8;
+  ActivationFn pack_activation;
+  ActivationFn unpack_activation;
   DequantiseFn dequantise;
 };
 

@@ -17,6 +17,7 @@ namespace ISA_SPACE {
 #include "moments.h"
 #include "rules.h"
 #include "packed.h"
+#include "activations.h"
 #include "quantised.h"
 #include "sweep.h"
 // clang-format on

@@ -342,9 +342,9 @@ constexpr RuleKernels kernels_of() {
 template <class... Rules>
 struct Table {
   static constexpr RuleKernels kRules[] = {kernels_of<Rules>()...};
-  static constexpr Kernels kKernels = {ISA_NAME,    kRules,      sizeof...(Rules), &sum_of_squares,
-                                       &accumulate, &unpack_nf4, &unpack_int8,     &pack_nf4,
-                                       &pack_int8,  &dequantise};
+  static constexpr Kernels kKernels = {
+      ISA_NAME,     kRules,    sizeof...(Rules), &sum_of_squares,  &accumulate,        &unpack_nf4,
+      &unpack_int8, &pack_nf4, &pack_int8,       &pack_activation, &unpack_activation, &dequantise};
 };
 
 const Kernels& kTable = All<Table>::kKernels;

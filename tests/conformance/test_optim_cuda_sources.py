@@ -45,7 +45,7 @@ def adam_job(job: Job, grad: torch.Tensor, step: int, grad_scale: float = 1.0) -
     return device.adam_job(grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0)
 
 
-@pytest.mark.parametrize("source", ["adam.cu", "unpack.cu"])
+@pytest.mark.parametrize("source", ["adam.cu", "unpack.cu", "activations.cu"])
 def test_what_is_denormal_stays(source: str, tmp_path: Path) -> None:
     """CuPy compiles with -ftz=true whatever it is told; no instruction may heed that."""
     if shutil.which("nvcc") is None:
