@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -24,7 +23,7 @@ from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
 from .joint_steps import in_parts
-from .open_engines import describe, engines_in, open_engines, refuse_folders_in_use
+from .open_engines import close_engines_in, describe, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer
 from .over_ranks import is_spread, over_ranks_of, refuse_spread, resumed_of_ranks
 from .paths import as_path, as_paths
@@ -97,6 +96,7 @@ def plan(
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto",
+    activations_format: Literal["int8"] | None = None,
     loss: Literal["auto", "chunked"] | None = None,
     tile: Literal["auto"] | Sequence[str] | None = None,
     frozen: Literal["int8", "nf4"] | None = None,
@@ -164,6 +164,7 @@ def wrap(
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto",
+    activations_format: Literal["int8"] | None = None,
     loss: Literal["auto", "chunked"] | None = None,
     tile: Literal["auto"] | Sequence[str] | None = None,
     frozen: Literal["int8", "nf4"] | None = None,
@@ -207,6 +208,7 @@ def wrap(
     nvme_memory: int | str = "auto",
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto",
+    activations_format: Literal["int8"] | None = None,
     loss: Literal["auto", "chunked"] | None = None,
     tile: Literal["auto"] | Sequence[str] | None = None,
     frozen: Literal["int8", "nf4"] | None = None,
@@ -238,6 +240,7 @@ def wrap(
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto",
+    activations_format: Literal["int8"] | None = None,
     loss: Literal["auto", "chunked"] | None = None,
     tile: Literal["auto"] | Sequence[str] | None = None,
     frozen: Literal["int8", "nf4"] | None = None,
@@ -319,6 +322,7 @@ def resume(
     master: Literal["auto", "split", "fp32"] | None = None,
     moments: Literal["fp32", "bf16", "int8"] | None = None,
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto",
+    activations_format: Literal["int8"] | None = None,
     loss: Literal["auto", "chunked"] | None = None,
     tile: Literal["auto"] | Sequence[str] | None = None,
     frozen: Literal["int8", "nf4"] | None = None,
@@ -431,7 +435,7 @@ def unwrap(model: OneOrMore | str | os.PathLike[str]) -> OneOrMore | None:
             uses the folder.
     """
     if isinstance(model, (str, os.PathLike)):
-        _close_engines_in(as_path(model, "model"))
+        close_engines_in(folder := as_path(model, "model"), with_ranks(folder))
         return None
     whole = as_model(model)
     if (over_ranks := over_ranks_of(whole)) is not None:
@@ -446,18 +450,6 @@ def unwrap(model: OneOrMore | str | os.PathLike[str]) -> OneOrMore | None:
     engine.give_back()
     engine.close()
     return model
-
-
-def _close_engines_in(folder: Path) -> None:
-    found = engines_in(with_ranks(folder))
-    if not found:
-        used = [str(place) for each in open_engines() for place in each.folders]
-        raise LifecycleError(
-            f"{folder}: no engine of this process uses this folder; "
-            + (f"open engines use {', '.join(used)}" if used else "none is open with nvme=")
-        )
-    for engine in found:
-        (engine if engine.made is None else engine.made).close()
 
 
 def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -144,7 +145,7 @@ def _blueprint(
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
         in_place=frozenset(sources.ranges), work_of=updates.work_of,
-        could_tile=config.tile is None and bool(set(layers_in(model)) - set(tiled_layers(model))),
+        packed_itemsize=_packed_itemsize(parts, config), could_tile=_could_tile(model, config),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -204,6 +205,22 @@ def _workload(
         return Workload(config.tokens, profile_step(model, parts, example), logits)
     finally:
         new.remove()
+
+
+def _could_tile(model: nn.Module, config: OffloadConfig) -> bool:
+    """Return whether feed-forward layers could run in tiles, and do not."""
+    return config.tile is None and bool(set(layers_in(model)) - set(tiled_layers(model)))
+
+
+def _packed_itemsize(parts: Partition, config: OffloadConfig) -> int:
+    """Return the bytes per element of activations that are packed, of the type that most weights
+    have; 0: none is packed."""
+    sizes = Counter[int]()
+    for chunk in (chunk for unit in parts.units for chunk in unit.chunks):
+        sizes[chunk.dtype.itemsize] += chunk.nbytes
+    if config.activations_format is None or not sizes:
+        return 0
+    return sizes.most_common(1)[0][0]
 
 
 def _parts_of(

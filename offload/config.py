@@ -140,6 +140,8 @@ class OffloadConfig:
             are), ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs and run again),
             ``"selective"`` (they also keep the outputs of attention, which is not run again), or
             ``"auto"`` (tensors that do not fit in the budgets are offloaded or recomputed).
+        activations_format: ``"int8"`` moves the activations of units as bytes, with a scale per 128
+            elements, and loses precision; ``None``: as they are.
         loss: ``"chunked"`` computes a language model's logits, and the loss or log-probabilities
             from them, for some tokens at a time; ``"auto"`` does so if the plan finds that the
             logits of ``tokens`` do not fit otherwise; ``None``: as the model's code does.
@@ -184,6 +186,7 @@ class OffloadConfig:
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     activations: Literal["auto", "keep", "host", "nvme", "recompute", "selective"] = "auto"
+    activations_format: Literal["int8"] | None = None
     loss: Literal["auto", "chunked"] | None = None
     tile: Literal["auto"] | tuple[str, ...] | None = None
     frozen: Literal["int8", "nf4"] | None = None
@@ -247,8 +250,13 @@ class OffloadConfig:
                     f"{each.name}={getattr(self, each.name)!r} says how to train, but without an "
                     "optimizer nothing is trained; leave it out, or give an optimizer"
                 )
-        kept = "keep" if self.activations == "auto" else self.activations
-        return replace(self, durable=False, activations=kept)
+        kept, packs = self.activations, self.activations_format is not None
+        if kept == "auto" and packs:
+            raise ValueError(
+                "activations_format: without an optimizer, activations='auto' keeps all of them "
+                "where they are; pass activations='host' or 'nvme'"
+            )
+        return replace(self, durable=False, activations="keep" if kept == "auto" else kept)
 
     def left_bytes(self, tier: str) -> int:
         """Return the bytes that ``leave`` sets aside in ``"device"`` or ``"host"`` memory."""
@@ -267,6 +275,7 @@ class OffloadConfig:
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
         known = ("auto", "keep", "host", "nvme", "recompute", "selective")
         _choice("activations", self.activations, known)
+        _choice("activations_format", self.activations_format, (None, "int8"))
         _choice("loss", self.loss, (None, "auto", "chunked"))
         _choice("frozen", self.frozen, (None, "int8", "nf4"))
         _choice("update", self.update, ("auto", "step", "backward", "next_forward"))
@@ -326,6 +335,12 @@ class OffloadConfig:
         if self.device == "cpu" and self.device_memory != "auto":
             raise ValueError(
                 "device_memory: device='cpu' has one memory tier; set host_memory instead"
+            )
+        if self.activations_format and self.activations not in ("auto", "host", "nvme"):
+            raise ValueError(
+                f"activations_format={self.activations_format!r}: with activations="
+                f"{self.activations!r}, nothing is moved that may lose precision; pass "
+                "activations='auto', 'host' or 'nvme', or leave it out"
             )
         stored = self.durable and self.nvme is not None
         if (self.commit_every != 1 or self.extra is not None) and not stored:

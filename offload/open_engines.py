@@ -11,7 +11,7 @@ from pathlib import Path
 from .closeable import living
 from .config import OffloadConfig, parse_size
 from .engine import Engine
-from .errors import IoError, format_bytes
+from .errors import IoError, LifecycleError, format_bytes
 from .facts.tier import Tier
 from .holders import holder_of
 from .planning.budgets import Untaken, total_host_bytes
@@ -37,6 +37,23 @@ def engines_in(folders: Iterable[Path]) -> list[Engine]:
         engine for engine in open_engines()
         if any(_is_same(one, other) for one in places for other in engine.folders)
     ]  # fmt: skip
+
+
+def close_engines_in(folder: Path, folders: Iterable[Path]) -> None:
+    """Close the open engines that use one of ``folders``: ``folder``, and those of its ranks.
+
+    Raises:
+        LifecycleError: there is none.
+    """
+    found = engines_in(folders)
+    if not found:
+        used = [str(place) for each in open_engines() for place in each.folders]
+        raise LifecycleError(
+            f"{folder}: no engine of this process uses this folder; "
+            + (f"open engines use {', '.join(used)}" if used else "none is open with nvme=")
+        )
+    for engine in found:
+        (engine if engine.made is None else engine.made).close()
 
 
 def refuse_folders_in_use(folders: Iterable[Path]) -> None:

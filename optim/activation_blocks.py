@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from . import device, kernels
-from .packed_layout import ACTIVATION_BLOCK as BLOCK
-from .packed_layout import activation_bytes
 
+BLOCK = 128  # elements
 BLOCK_BYTES = BLOCK + 4
 LEAST_MAGNITUDE = 1e-30  # of a block; below it, a block is all zeros
 WINDOW = 1 << 22  # elements that are packed at once where packed bytes are staged
-WINDOW_BYTES = activation_bytes(WINDOW)
+WINDOW_BYTES = WINDOW // BLOCK * BLOCK_BYTES
 _EACH = 4  # elements of a GPU thread
 _SOURCE = "activations.cu"
 
@@ -35,7 +34,8 @@ class ActivationBlocks:
 
     def packed_bytes(self, nbytes: int) -> int:
         """Return the packed size of ``nbytes`` of memory."""
-        return activation_bytes(nbytes // self.dtype.itemsize)
+        numel = nbytes // self.dtype.itemsize
+        return numel + (BLOCK_BYTES - BLOCK) * -(-numel // BLOCK)
 
     def pack(self, values: Tensor, packed: Tensor) -> None:
         """Fill ``packed`` from ``values``: both flat uint8 on one device, on its current stream.

@@ -16,14 +16,6 @@ WINDOW = BLOCK * SCALES  # elements: weights may be unpacked from multiples of s
 BORDER = 64  # bytes: where the parts of a packed weight begin
 
 
-ACTIVATION_BLOCK = 128  # elements of a saved activation that share an fp32 scale
-
-
-def activation_bytes(numel: int) -> int:
-    """Return the bytes of ``numel`` elements in packed blocks; see ``activation_blocks``."""
-    return numel + 4 * -(-numel // ACTIVATION_BLOCK)
-
-
 def _on_border(nbytes: int) -> int:
     return -(-nbytes // BORDER) * BORDER
 

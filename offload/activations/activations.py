@@ -20,11 +20,13 @@ from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
 from ..movement.saved import OffloadedStorage, SavedStore
+from ..optim.activation_blocks import WINDOW_BYTES, ActivationBlocks
 from ..params.backward import Backward
 from ..planning.save_timing import UnitForward
 from ..private import torch_private
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
+from .precision import Precision
 from .untracked_activations import UntrackedActivations, UntrackedStep
 
 log = logging.getLogger("overspill")
@@ -61,24 +63,31 @@ class SharedStorage:
     """A storage that autograd saved, shared by all handles over it."""
 
     __slots__ = (
-        "__weakref__", "counted_by", "covered", "end", "saved", "unit", "version"
+        "__weakref__", "blocks", "counted_by", "covered", "end", "reported", "saved", "unit",
+        "version",
     )  # fmt: skip
 
-    def __init__(self, store: SavedStore, saved: OffloadedStorage, t: torch.Tensor) -> None:
-        self.unit, self.saved = NOWHERE - 1, saved
+    def __init__(
+        self, store: SavedStore, saved: OffloadedStorage, t: torch.Tensor,
+        blocks: ActivationBlocks | None,
+    ) -> None:  # fmt: skip
+        self.unit, self.saved, self.blocks = NOWHERE - 1, saved, blocks
         self.covered = 0  # total bytes of the tensors saved over it
+        self.reported = False  # whether ``blocks`` is fixed
         self.version = torch_private.version_of(t)
         self.counted_by = weakref.ref(torch_private.counted_by(t))
         watch = torch_private.StorageWatch(t.untyped_storage())  # its end runs Python code
         self.end = store.watch(self, saved.number, watch)
 
-    def has(self, t: torch.Tensor) -> bool:
+    def has(self, t: torch.Tensor, blocks: ActivationBlocks | None) -> bool:
         """Return whether the kept bytes are, or will be, the contents of ``t`` now.
 
         Once the storage was reported, its bytes may have been copied. Then the version counter must
-        be the same one too.
+        be the same one too. ``blocks``: how ``t`` may be packed.
         """
         if self.expired or self.version != torch_private.version_of(t):
+            return False
+        if self.reported and self.blocks not in (None, blocks):
             return False
         return not self.end.told or self.counted_by() is torch_private.counted_by(t)
 
@@ -128,6 +137,9 @@ class SavedTensorOffloader:
             if torch_private.has_memory(t)
         }
         self._arenas = executor.arenas
+        self.precision = Precision() if executor.layout.saved.itemsize else None
+        if self.precision is not None:
+            accelerator.stage(WINDOW_BYTES)
         self._known: dict[int, weakref.ref[SharedStorage]] = {}  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []
@@ -152,6 +164,8 @@ class SavedTensorOffloader:
 
     def rest_for(self, t: torch.Tensor) -> UntrackedStep | None:
         """Return what to hold with ``t`` if it stays without being tracked, else ``None``."""
+        if self.precision is not None and self.precision.saves(t):
+            self._look()
         if self.resting.rest is None:
             return None
         rest = self.resting.take(t.nbytes)
@@ -174,13 +188,18 @@ class SavedTensorOffloader:
         if storage is None:
             return None
         key = torch_private.identity(storage)
+        precision = self.precision
+        blocks = None if precision is None else precision.blocks_for(t, storage.nbytes())
         with self._lock:
             known = self._known.get(key)
             shared = None if known is None else known()
-            if shared is None or not shared.has(t):
+            if shared is None or not shared.has(t, blocks):
                 flat = torch_private.bytes_of(storage)
-                shared = SharedStorage(self._store, OffloadedStorage(next(self._numbers), flat), t)
+                saved = OffloadedStorage(next(self._numbers), flat)
+                shared = SharedStorage(self._store, saved, t, blocks)
                 self._known[key] = weakref.ref(shared)
+            elif not shared.reported and shared.blocks != blocks:
+                shared.blocks = None  # some of it must be exact
             left = shared.leaves
             shared.covered += t.nbytes
             if shared.leaves and not left:
@@ -191,7 +210,10 @@ class SavedTensorOffloader:
                 shared.unit = self._unit
                 self._untold.append(weakref.ref(shared))
         handle = SavedHandle(shared, t, torch_private.version_counter(t))
-        self._look()
+        if precision is None:
+            self._look()
+        else:  # reported when the next operator saves
+            precision.takes(shared)
         return handle
 
     def _count(self, nbytes: int) -> None:
@@ -220,6 +242,8 @@ class SavedTensorOffloader:
 
     def enter(self, unit: int) -> None:
         """Record that ``unit`` runs from now on, or none, and report what the last one saved."""
+        if self.precision is not None:
+            self.precision.computing = unit != NOWHERE
         if self.resting.rest is not None:
             self._unit = unit
         elif unit != self._unit:
@@ -236,6 +260,11 @@ class SavedTensorOffloader:
             last = self._forwards[-1]
             self._forwards[-1] = last._replace(began_ns=time.perf_counter_ns())
         self._begins = False
+
+    def computed(self) -> None:
+        """Record that the forward of a unit has ended."""
+        if self.precision is not None:
+            self.precision.computing = False
 
     def _ran(self, unit: int) -> None:
         self._unit = unit
@@ -278,9 +307,15 @@ class SavedTensorOffloader:
         for shared in untold:
             if not shared.end.told:
                 shared.saved.event = event
+                with self._lock:
+                    shared.reported, shared.saved.blocks = True, shared.blocks
         return tuple(
-            SavedBytes(shared.saved.number, shared.saved.nbytes, shared.unit) for shared in untold
-        )
+            SavedBytes(
+                shared.saved.number, shared.saved.nbytes, shared.unit,
+                0 if (blocks := shared.saved.blocks) is None else blocks.dtype.itemsize,
+            )
+            for shared in untold
+        )  # fmt: skip
 
     def tell(self) -> None:
         """Report what was saved since the last report to the machine."""

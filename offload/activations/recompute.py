@@ -31,6 +31,7 @@ from .module_state import (
     state_of,
     weights_of,
 )
+from .precision import exact
 
 log = logging.getLogger("overspill")
 
@@ -136,7 +137,8 @@ class Recompute:
             return t
         if (rest := self._offloader.rest_for(t)) is not None:
             return t, rest
-        return self._offloader.pack(t) or t
+        with exact:
+            return self._offloader.pack(t) or t
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedHandle):
@@ -320,7 +322,8 @@ class _Checkpointed:
         self._checkpoint: Checkpoint = checkpoint_private.checkpoint(
             again, list(inputs.values()), *contexts
         )
-        next(self._checkpoint)
+        with exact:
+            next(self._checkpoint)
 
     def end(self, *, completed: bool) -> None:
         inputs, self._inputs = self._inputs, []  # this lives as long as the graph

@@ -20,6 +20,7 @@ from ..planning.partition import Partition
 from ..planning.products import CONV1D, TILED
 from ..private import checkpoint_private, torch_private
 from .module_state import first_changed, set_modes, state_of
+from .precision import exact
 
 log = logging.getLogger("overspill")
 
@@ -299,7 +300,8 @@ def _run_in_tiles(layer: nn.Module, whole: Whole, x: torch.Tensor) -> torch.Tens
         layer: holds the weights that ``whole`` reads.
     """
     grads = torch.is_grad_enabled()
-    kept = _Input.apply(x) if grads and x.requires_grad else x  # type: ignore[no-untyped-call]
+    with exact:
+        kept = _Input.apply(x) if grads and x.requires_grad else x  # type: ignore[no-untyped-call]
     tokens, made = _by_token(kept), list[torch.Tensor]()
     count = tokens.shape[1]
     size = _tile_size(layer, count)

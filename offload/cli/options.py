@@ -49,6 +49,10 @@ Activations = Annotated[
         "which moves what the budgets have no room for."
     ),
 ]
+ActivationsFormat = Annotated[
+    str | None,
+    typer.Option(help="Move activations as int8, which loses precision; default: as they are."),
+]
 Frozen = Annotated[
     str | None,
     typer.Option(help="Keep and move matrices in this format, unpacked before use: int8 or nf4."),

@@ -90,6 +90,7 @@ def plan(
     lora_rank: LoraRank = None,
     optimizer: Optimizer = "adamw",
     activations: opt.Activations = None,
+    activations_format: opt.ActivationsFormat = None,
     recompute: AsRecompute = False,
     update: opt.Update = None,
     max_grad_norm: opt.MaxGradNorm = None,
@@ -124,7 +125,8 @@ def plan(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
             activations="recompute" if recompute else activations, frozen=frozen, update=update,
-            max_grad_norm=max_grad_norm, units=units, resident=resident, accumulate=accumulate,
+            activations_format=activations_format, max_grad_norm=max_grad_norm, units=units,
+            resident=resident, accumulate=accumulate,
             prefetch_depth=prefetch_depth, rates=None, durable=durable, commit_every=commit_every,
         )  # fmt: skip
         asked = _Asked(

@@ -60,6 +60,7 @@ def train(
     master: opt.Master = None,
     moments: opt.Moments = None,
     activations: opt.Activations = None,
+    activations_format: opt.ActivationsFormat = None,
     update: opt.Update = None,
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
@@ -82,7 +83,8 @@ def train(
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            activations=activations, commit_every=commit_every, update=update, threads=threads,
+            activations=activations, activations_format=activations_format,
+            commit_every=commit_every, update=update, threads=threads,
             max_grad_norm=max_grad_norm, units=units, resident=resident, durable=durable,
             prefetch_depth=prefetch_depth, rates=rates,
         )  # fmt: skip

@@ -126,17 +126,17 @@ class Mover:
         if saved is None or source is None:  # the signal of its end is on its way
             self._finished(work, None)
             return
-        event, (start, nbytes) = saved.event, self._span(work.item, saved)
+        event, blocks = saved.event, saved.blocks
+        part, nbytes = self._part(work.item, saved, source)
+        place = self._arenas.bytes_of(work.place).narrow(0, 0, nbytes)
         if source.device != self._accelerator.device:  # see ``_lend``
-            place = self._arenas.bytes_of(work.place)
-            place.narrow(0, 0, nbytes).copy_(source.narrow(0, start, nbytes))
+            place.copy_(part) if blocks is None else blocks.pack(part, place)
             self._finished(work, None)
             return
         with self._trace.during("copy_out", self._unit_name(work)):
             self._accelerator.spill(
-                self._arenas.bytes_of(work.place).narrow(0, 0, nbytes),
-                source.narrow(0, start, nbytes),
-                after=[] if event is None else [event], on_done=self._copied(work, "copy_out"),
+                place, part, after=[] if event is None else [event],
+                on_done=self._copied(work, "copy_out"), blocks=blocks,
             )  # fmt: skip
 
     def _fetch(self, work: CopyIn) -> None:
@@ -144,23 +144,22 @@ class Mover:
         if saved is None:
             self._finished(work, None)
             return
-        start, nbytes = self._span(work.item, saved)
+        blocks = saved.blocks
         with self._trace.during("copy_in", self._unit_name(work)):
             if saved.coming is None:
                 saved.coming = self._lend(saved.nbytes)
+            part, nbytes = self._part(work.item, saved, saved.coming)
             source = self._arenas.bytes_of(work.source).narrow(0, 0, nbytes)
+            saved.filled += part.numel()
             if saved.coming.device != self._accelerator.device:
-                saved.coming.narrow(0, start, nbytes).copy_(source)
-                saved.filled += nbytes
+                part.copy_(source) if blocks is None else blocks.unpack(source, part)
                 if saved.filled == saved.nbytes:
                     saved.bring(None)
                 self._finished(work, None)
                 return
             event = self._accelerator.fetch(
-                saved.coming.narrow(0, start, nbytes), source, after=[],
-                on_done=self._copied(work, "copy_in"),
-            )  # fmt: skip
-            saved.filled += nbytes
+                part, source, after=[], on_done=self._copied(work, "copy_in"), blocks=blocks
+            )
             if saved.filled == saved.nbytes:  # copies run in order, so the last event covers all
                 saved.bring(event)
 
@@ -175,11 +174,15 @@ class Mover:
         except torch.OutOfMemoryError:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def _span(self, item: Key, saved: OffloadedStorage) -> tuple[int, int]:
-        """Return where the part lies in its storage: (first byte, bytes)."""
+    def _part(
+        self, item: Key, saved: OffloadedStorage, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        """Return a part of the storage in ``memory``, and its bytes on lower tiers."""
         each = self._layout.saved.part_bytes(saved.nbytes)
         start = item.part * each
-        return start, min(each, saved.nbytes - start)
+        nbytes = min(each, saved.nbytes - start)
+        below = nbytes if saved.blocks is None else saved.blocks.packed_bytes(nbytes)
+        return memory.narrow(0, start, nbytes), below
 
     def _unit_name(self, work: CopyIn | CopyOut) -> str:
         if work.item.kind is Kind.SAVED:

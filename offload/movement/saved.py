@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 
+from ..optim.activation_blocks import ActivationBlocks
 from ..schedule.messages import BackwardPhase, Fetch, Grant, Saved, SavedBytes, SavedDropped, Signal
 from .accelerators.base import Event
 
@@ -19,6 +20,7 @@ class OffloadedStorage:
     Attributes:
         number: the number of its item.
         nbytes: the size of the whole storage.
+        blocks: packs it on its way out; ``None``: it moves as it is.
         memory: flat uint8, where compute has it; ``None`` while it is offloaded.
         event: the point at which ``memory`` was filled, by compute or by a copy.
         coming: memory that copies back are filling, until the last copy was started.
@@ -28,12 +30,13 @@ class OffloadedStorage:
     """
 
     __slots__ = (
-        "__weakref__", "coming", "event", "fetched", "filled", "memory", "nbytes", "number",
-        "taken",
+        "__weakref__", "blocks", "coming", "event", "fetched", "filled", "memory", "nbytes",
+        "number", "taken",
     )  # fmt: skip
 
     def __init__(self, number: int, memory: torch.Tensor) -> None:
         self.number, self.nbytes = number, memory.numel()
+        self.blocks: ActivationBlocks | None = None
         self.memory: torch.Tensor | None = memory
         self.coming: torch.Tensor | None = None
         self.filled = 0

@@ -13,7 +13,7 @@ from .choose import PlannedLayout
 from .costs import inputs_of
 from .partition import Partition
 from .plan import Budgets, Needs, Shortfall
-from .planner import make_layout
+from .planner import make_layout, packing_bytes
 from .working_memory import for_layout, working_bytes
 
 FITTING_TRIES = 10  # attempts: raising one budget can change what another tier needs
@@ -25,7 +25,8 @@ def left_bytes(layout: Layout, budgets: Budgets) -> int:
     """Return the bytes that the engine leaves of the budget for the memory that compute uses."""
     if budgets.device is None:
         return max(0, budgets.host - layout.regions.host_bytes)
-    return max(0, budgets.device - layout.regions.device_bytes)
+    used = layout.regions.device_bytes + packing_bytes(layout.saved.itemsize)
+    return max(0, budgets.device - used)
 
 
 def shortfall(
@@ -44,7 +45,7 @@ def shortfall(
         logits_bytes: the bytes of logits, as a part of ``sizes``.
         could_tile: whether feed-forward layers could run in tiles, and do not.
     """
-    here = left_bytes(layout, budgets)
+    here, saved = left_bytes(layout, budgets), layout.saved
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE
     whole = budgets.host if budgets.device is None else budgets.device
     largest = max(range(len(sizes)), key=lambda i: sizes[i], default=0)
@@ -60,17 +61,19 @@ def shortfall(
     if policy in ("auto", "recompute", "selective"):
         inputs = inputs_of(layout, sizes)
         least = (inputs[i] if i in may else size for i, size in enumerate(sizes))
-        need = min(sum(sizes), sum(least) + max(sizes, default=0))
-        have = here + layout.saved.host + layout.saved.disk
+        beyond = max(0, sum(sizes) - here)
+        whole_bytes = sum(sizes) - beyond + saved.below_bytes(beyond)
+        need = min(whole_bytes, sum(least) + max(sizes, default=0))
+        have = here + saved.host + saved.disk
         remedy = "use fewer tokens, or more memory of any tier"
     elif policy == "keep" or (policy == "host" and budgets.device is None):
         need, have = sum(sizes), here
         remedy = "use fewer tokens, or activations='auto' or 'recompute'"
     elif policy == "host":
-        need, have, tier = sum(sizes) - last, layout.saved.host, Tier.HOST
+        need, have, tier = saved.below_bytes(sum(sizes) - last), saved.host, Tier.HOST
         remedy = "raise host_memory, use fewer tokens, or activations='auto' or 'recompute'"
     else:
-        need, have, tier = sum(sizes) - last, layout.saved.disk, Tier.NVME
+        need, have, tier = saved.below_bytes(sum(sizes) - last), saved.disk, Tier.NVME
         remedy = "raise nvme_memory, use fewer tokens, or activations='recompute'"
     if need <= have:
         return None

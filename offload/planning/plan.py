@@ -132,6 +132,7 @@ class Needs:
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
     in_place: frozenset[int] = frozenset()  # units that may be read from the user's own files
+    packed_itemsize: int = 0  # bytes per element of activations that are packed; 0: none is
     could_tile: bool = False  # whether feed-forward layers could run in tiles, and do not
 
     @property
@@ -270,7 +271,11 @@ class PlanDetail:
         again = f", {len(saved.recompute)} units computed again" if saved.recompute else ""
         if saved.keep_attention:
             again += f", {len(saved.keep_attention)} of them without their attention"
-        kept = f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy}{again})"
+        packed = ", moved as int8" if saved.itemsize else ""
+        kept = (
+            f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy}{packed}"
+            f"{again})"
+        )
         return f"{kept}, {room}" if room else kept
 
 

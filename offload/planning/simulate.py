@@ -251,10 +251,9 @@ class Simulation:
         if isinstance(work, CopyIn):
             if work.source.tier is Tier.DEVICE:  # unpacked on the device: not copied over the link
                 return 0
-            saved = work.item.kind is Kind.SAVED
-            return work.place.nbytes if saved else work.source.nbytes
-        if isinstance(work, CopyOut):
             return work.source.nbytes
+        if isinstance(work, CopyOut):  # what may be packed on the way out is smaller there
+            return work.place.nbytes if work.item.kind is Kind.SAVED else work.source.nbytes
         return work.state.nbytes if isinstance(work, Update) else 0
 
     def _name(self, work: Work | Leg) -> str:
@@ -382,11 +381,14 @@ class Simulation:
                   for share, part in (INPUTS if recomputes else costs.bursts_of(unit))]  # fmt: skip
         if kept := costs.kept_bytes(unit, self.layout.saved):
             bursts.append((ATTENTION, kept))
+        # What a recomputation begins with is never packed.
+        itemsize = 0 if recomputes else self.layout.saved.itemsize
         pieces, nbytes = [], 0.0
         for share, part in bursts:
             nbytes += part
             if nbytes >= LEAST_BYTES:
-                pieces.append((share, SavedBytes(next(self._numbers), int(nbytes), unit)))
+                piece = SavedBytes(next(self._numbers), int(nbytes), unit, itemsize)
+                pieces.append((share, piece))
                 nbytes = 0.0
         return pieces
 

@@ -310,6 +310,11 @@ def refuse_options(config: OffloadConfig) -> None:
             f"activations={config.activations!r} is not for a sharded model, nor for one inside of "
             "DistributedDataParallel; leave it out"
         )
+    if config.activations_format is not None:
+        raise ValueError(
+            f"activations_format={config.activations_format!r} is not for a sharded model, nor for "
+            "one inside of DistributedDataParallel; leave it out"
+        )
 
 
 class _Quiet(logging.Filter):

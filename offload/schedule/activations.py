@@ -100,10 +100,11 @@ class Activations:
 
     def saved(self, signal: Saved) -> None:
         """Record that autograd saved storages, or saved known ones again."""
-        for number, nbytes, unit in signal.items:
+        for number, nbytes, unit, itemsize in signal.items:
             storage = self._saved.get(number)
             if storage is None:
-                storage = PartedStorage(number, self._room.part_sizes(nbytes), unit)
+                sizes = self._room.part_sizes(nbytes)
+                storage = PartedStorage(number, sizes, unit, itemsize)
                 self._present[number] = self._saved[number] = storage
                 for part in storage.parts:
                     self._items.add(part)
@@ -158,7 +159,7 @@ class Activations:
         if not storage.here:
             self._away_bytes -= storage.nbytes
         if storage.on_disk:
-            self._disk_bytes -= storage.nbytes
+            self._disk_bytes -= storage.below_bytes
         self._all_bytes -= storage.nbytes
         del self._saved[storage.number]
         for part in storage.parts:
@@ -285,9 +286,9 @@ class Activations:
         leaves = (s for n, s in mine if n != self._granted and n not in self._fetches)
         first = next(leaves, None)
         if first is not None and self._room.disk and not self._may_write(first):
-            return Tier.NVME, first.nbytes, max(0, self._room.disk - self._disk_bytes)
+            return Tier.NVME, first.below_bytes, max(0, self._room.disk - self._disk_bytes)
         if first is not None and self._has_device and not self._room.disk:
-            return Tier.HOST, first.nbytes, self._host.nbytes - self._host.used_bytes
+            return Tier.HOST, first.below_bytes, self._host.nbytes - self._host.used_bytes
         # Saves are reported in chunks, so keep room for one more storage as large as the largest.
         return Tier.DEVICE, self._tally.used_bytes + self._largest, self._whole_room
 
@@ -370,12 +371,12 @@ class Activations:
 
     def _may_write(self, storage: PartedStorage) -> bool:
         free = self._room.disk - self._disk_bytes
-        return storage.on_disk or storage.nbytes <= free
+        return storage.on_disk or storage.below_bytes <= free
 
     def _take_disk(self, storage: PartedStorage) -> None:
         if not storage.on_disk:
             storage.on_disk = True
-            self._disk_bytes += storage.nbytes
+            self._disk_bytes += storage.below_bytes
 
     def _write(self, storage: PartedStorage, part: Item) -> None:
         self._take_disk(storage)
@@ -494,5 +495,5 @@ class Activations:
             if not self.moving:
                 storage = self._saved[number]
                 for ticket in self._fetches.pop(number):
-                    self._emit(Refuse(ticket, storage.parts[0].key, Tier.HOST, storage.nbytes,
+                    self._emit(Refuse(ticket, storage.parts[0].key, Tier.HOST, storage.below_bytes,
                                       self._host.nbytes, storage.unit))  # fmt: skip

@@ -271,7 +271,7 @@ class Items:
         """
         _, arena, tenants = self._of_kind[item.key.kind, tier]
         assert isinstance(arena, Tally)
-        place = arena.take(item.nbytes)
+        place = arena.take(item.slot_bytes)
         item._set(tier, Copy(place, place, valid=valid, fixed=False))
         tenants.add(item)
 

@@ -52,6 +52,9 @@ class UnitHome:
 COUNTED = 1 << 60  # the first offset of places that are only counted
 
 
+SCALED_ELEMENTS, SCALE_BYTES = 128, 4  # of activations that are packed
+
+
 PARTS_AT_ONCE = 4  # least number of parts of a saved storage that fit in host memory
 
 
@@ -65,6 +68,8 @@ class SavedRoom(NamedTuple):
         disk: on disk.
         recompute: the units whose forward is recomputed in backward.
         keep_attention: those of them that keep the outputs of their attention.
+        itemsize: bytes per element that plans assume of storages that are packed on their way out;
+            0: none is packed.
     """
 
     policy: str = "keep"
@@ -73,6 +78,7 @@ class SavedRoom(NamedTuple):
     disk: int = 0
     recompute: frozenset[int] = frozenset()
     keep_attention: frozenset[int] = frozenset()
+    itemsize: int = 0
 
     def part_bytes(self, nbytes: int) -> int:
         """Return the size of the parts in which a storage of ``nbytes`` moves.
@@ -90,6 +96,22 @@ class SavedRoom(NamedTuple):
         """Return the sizes of all parts of a storage of ``nbytes``, in whole pages."""
         each, left = self.part_bytes(nbytes), align(nbytes, PAGE)
         return [min(each, left - start) for start in range(0, left, each)] or [0]
+
+    def below_bytes(self, nbytes: int) -> int:
+        """Return about the size on lower tiers of ``nbytes`` of activations."""
+        return packed_bytes(nbytes, self.itemsize)
+
+
+def packed_bytes(nbytes: int, itemsize: int) -> int:
+    """Return the bytes on lower tiers of ``nbytes`` of activations; see ``ActivationBlocks``.
+
+    Args:
+        itemsize: bytes per element if they are packed, else 0.
+    """
+    if not itemsize:
+        return nbytes
+    elements = nbytes // itemsize
+    return elements + SCALE_BYTES * -(-elements // SCALED_ELEMENTS)
 
 
 NO_ROOM = SavedRoom()

@@ -27,8 +27,7 @@ class Key(NamedTuple):
     """The identity of an item.
 
     Attributes:
-        number: index of a unit, of a subgroup (``STATE``, ``VISIT``), or of a saved storage, unique
-            in a run (``SAVED``).
+        number: of a unit, a subgroup (``STATE``, ``VISIT``) or, unique in a run, a saved storage.
         part: index of a part of a saved storage.
     """
 
@@ -307,11 +306,13 @@ class Step:
 
 
 class SavedBytes(NamedTuple):
-    """A storage of ``nbytes`` that autograd keeps until backward, saved in ``unit`` (-1: none)."""
+    """A storage of ``nbytes`` that autograd keeps until backward, saved in ``unit`` (-1: none);
+    ``itemsize``: bytes of an element if it is packed on its way out, else 0."""
 
     number: int
     nbytes: int
     unit: int
+    itemsize: int = 0
 
 
 @dataclass(frozen=True)

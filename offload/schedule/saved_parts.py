@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .items import Item
+from .layout import packed_bytes
 from .messages import Key, Kind
+from .units import PAGE, align
 
 # Note [Parts of saved storages]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -34,6 +36,7 @@ class PartedStorage:
 
     Attributes:
         parts: the items that move, in their order in the storage.
+        nbytes, below_bytes: its size at compute, and on lower tiers, where it may be packed.
         turn: when it was last saved, as a count of all saves.
         here: whether compute has it, or room for it is taken.
         pending: parts that compute lacks and whose copy in has not started.
@@ -47,13 +50,17 @@ class PartedStorage:
     """
 
     __slots__ = (
-        "copying", "here", "leaving", "moving", "nbytes", "number", "on_disk", "out", "parts",
-        "pending", "streams", "turn", "unit", "used", "wanted",
+        "below_bytes", "copying", "here", "leaving", "moving", "nbytes", "number", "on_disk",
+        "out", "parts", "pending", "streams", "turn", "unit", "used", "wanted",
     )  # fmt: skip
 
-    def __init__(self, number: int, sizes: Sequence[int], unit: int) -> None:
-        self.parts = [Item(Key(Kind.SAVED, number, i), n) for i, n in enumerate(sizes)]
+    def __init__(self, number: int, sizes: Sequence[int], unit: int, itemsize: int = 0) -> None:
+        self.parts = [
+            Item(Key(Kind.SAVED, number, i), align(packed_bytes(n, itemsize), PAGE), slot_bytes=n)
+            for i, n in enumerate(sizes)
+        ]
         self.number, self.nbytes, self.unit = number, sum(sizes), unit
+        self.below_bytes = sum(part.nbytes for part in self.parts)
         self.turn = self.out = self.copying = self.moving = 0
         self.pending: list[Item] = []
         self.here = True
@@ -71,7 +78,7 @@ class PartedStorage:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of parts of which compute has the only copy."""
+        """Bytes on lower tiers of parts of which compute has the only copy."""
         return sum(part.nbytes for part in self.parts if not is_below(part))
 
 

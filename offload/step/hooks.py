@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..private.handles import all_or_none, remove_all
 from .forward_stack import ForwardStack
 
 Hook = Callable[[nn.Module, Any], None]
+P = ParamSpec("P")
 
 
 class Occasions(Protocol):
@@ -90,12 +91,20 @@ class ModuleHooks:
         """Hook a resident unit, to attribute to it what autograd saves while it runs."""
         own = id(module)
 
+        def after(called: nn.Module, _args: Any, _output: Any) -> None:
+            hooks = me()
+            if hooks is not None and id(called) == own:
+                hooks.ran()
+
         def before(called: nn.Module, _args: Any) -> None:
             hooks = me()
             if hooks is not None and id(called) == own:
                 hooks.runs(unit)
 
         self._handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
+        if self._saved_offloader is not None and self._saved_offloader.precision:
+            end = module.register_forward_hook(_uncompiled(after), always_call=True)
+            self._handles.append(end)
 
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         own = id(module)  # copies of the module share its hooks, but not the engine
@@ -186,6 +195,11 @@ class ModuleHooks:
         if self._saved_offloader is not None:
             self._saved_offloader.enter(unit)
 
+    def ran(self) -> None:
+        """Record that the forward of a unit has ended."""
+        if self._saved_offloader is not None:
+            self._saved_offloader.computed()
+
     def before_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Prepare for the run of a unit's module: onload the unit and push its frame."""
         self.runs(unit)
@@ -206,6 +220,9 @@ class ModuleHooks:
 
     def after_forward(self, unit: int, output: Any) -> None:
         """Finish a run of the unit's module; ``output`` is ``None`` if it raised."""
+        if self._saved_offloader is not None:
+            self._saved_offloader.computed()
+        self.ran()
         began = self._forward_stack.pop(unit, completed=output is not None)
         if began is None or output is None:
             return
@@ -267,7 +284,7 @@ class ModuleHooks:
         remove_all(self._handles)
 
 
-def _uncompiled(hook: Hook) -> Hook:
+def _uncompiled(hook: Callable[P, None]) -> Callable[P, None]:
     """Return a hook for modules inside of a unit that does nothing in compiled code.
 
     Code that is compiled together with such a module begins with the unit, which is shown by then,
@@ -277,11 +294,11 @@ def _uncompiled(hook: Hook) -> Hook:
     hook = torch_private.not_compiled(hook)
 
     @torch_private.not_a_graph
-    def before(called: nn.Module, args: Any) -> None:
+    def uncompiled(*args: P.args, **kwargs: P.kwargs) -> None:
         if not torch.compiler.is_compiling():
-            hook(called, args)
+            hook(*args, **kwargs)
 
-    return before
+    return uncompiled
 
 
 def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hook:

@@ -15,6 +15,8 @@ import torch
 from overspill.errors import OffloadError
 from overspill.movement.accelerators.choose import Accelerator, CopyDone, Event, make_accelerator
 from overspill.movement.accelerators.sim import SimAccelerator
+from overspill.optim import activation_blocks
+from overspill.optim.activation_blocks import ActivationBlocks
 from tests.devices import NAME
 from tests.patience import WAIT_S, in_the_end
 
@@ -196,6 +198,32 @@ def test_bytes_survive_the_way_in_and_out(accelerator: Accelerator) -> None:
         accelerator.synchronize()
         copied = accelerator.copy_in(arena[:nbytes], host, after=[], on_done=ignore)
         assert torch.equal(bring_back(accelerator, arena[:nbytes], copied), host)
+
+
+def test_activations_are_packed_on_their_way(
+    any_accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows where the device has its own memory, with the same bytes as all at once."""
+    accelerator = any_accelerator
+    monkeypatch.setattr(activation_blocks, "WINDOW", 1000 * activation_blocks.BLOCK)
+    accelerator.stage(1000 * activation_blocks.BLOCK_BYTES)
+    for dtype, numel in ((torch.bfloat16, 300_001), (torch.float32, 128_000), (torch.float16, 5)):
+        blocks, values = ActivationBlocks(dtype), torch.randn(numel, device="cpu").to(dtype)
+        flat = values.view(torch.uint8)
+        expected = torch.zeros(blocks.packed_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
+        blocks.pack(flat, expected)
+        there, ends = flat.to(accelerator.device, copy=True), Ends()
+        packed, computed = torch.zeros_like(expected), accelerator.record()
+        accelerator.spill(packed, there, after=[computed], on_done=ends, blocks=blocks)
+        assert ends.next()[0].nbytes == packed.numel()
+        assert torch.equal(packed, expected)
+        back = accelerator.lend(flat.numel())
+        fetched = accelerator.fetch(back, packed, after=[], on_done=ends, blocks=blocks)
+        assert ends.next()[0].nbytes == packed.numel()
+        accelerator.wait(fetched)
+        found = torch.zeros_like(flat)
+        blocks.unpack(expected, found)
+        assert torch.equal(back.cpu(), found)
 
 
 def test_a_copy_out_waits_for_the_copy_in(accelerator: Accelerator) -> None:

@@ -16,6 +16,7 @@ import torch
 from overspill.io_engine import allocate_host
 from overspill.optim import activation_blocks, device, kernels
 from overspill.optim.activation_blocks import BLOCK, BLOCK_BYTES, ActivationBlocks
+from overspill.schedule.layout import packed_bytes
 from tests.conformance.test_optim_packed import WHO, by
 
 HERE = Path(__file__).parent
@@ -123,6 +124,9 @@ def test_sizes_are_checked() -> None:
     blocks = ActivationBlocks(torch.bfloat16)
     assert blocks.packed_bytes(2 * 1280) == 10 * BLOCK_BYTES
     assert blocks.packed_bytes(0) == 0
+    for dtype, nbytes in itertools.product(DTYPES, [0, 4, 508, 512, 516, 1 << 20, (1 << 20) + 4]):
+        # What the residency machine reserves.
+        assert ActivationBlocks(dtype).packed_bytes(nbytes) == packed_bytes(nbytes, dtype.itemsize)
     for values, packed in ((2560, 1319), (2558, 1320), (2560, 1321)):
         with pytest.raises(ValueError, match="packed"):
             blocks.pack(memory(values), memory(packed))

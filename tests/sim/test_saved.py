@@ -59,6 +59,7 @@ class Graphs:
         self.granted: set[int] = set()
         self.refused: set[int] = set()
         self.sizes: dict[int, int] = {}  # of what a graph holds
+        self.widths: dict[int, int] = {}  # by number, bytes of an element if it is packed, else 0
         self.here: set[int] = set()  # whose bytes compute has
         self.back: dict[int, set[int]] = {}  # parts that are back of what is not here as a whole
         self.host: dict[int, tuple[Place, Key]] = {}  # by offset: whose bytes are there
@@ -111,6 +112,8 @@ class Graphs:
         if isinstance(work, CopyOut):
             assert not alive or item.number in self.here, "it left before it was copied"
             self._fill(work.place, item)
+            if item.number in self.sizes:
+                assert work.place.nbytes == self.below(item.number)[item.part]
         elif isinstance(work, Write):
             assert self._at(work.place) == item, "another's bytes are written"
             self.disk[item] = work.place.nbytes
@@ -145,10 +148,11 @@ class Graphs:
     # -- what compute does ----------------------------------------------------------------------
 
     def save(self, unit: int, again: list[int]) -> None:
-        items = [SavedBytes(n, self.sizes[n], unit) for n in again]
+        items = [SavedBytes(n, self.sizes[n], unit, self.widths.get(n, 0)) for n in again]
         for _ in range(self.rng.randint(1, 5)):
             nbytes = self.rng.choice([1, 3, 8, 20]) * PAGE - self.rng.choice([0, 0, 100])
-            items.append(SavedBytes(self.numbers, nbytes, unit))
+            self.widths[self.numbers] = self.rng.choice([0, 2, 4])
+            items.append(SavedBytes(self.numbers, nbytes, unit, self.widths[self.numbers]))
             self.sizes[self.numbers] = nbytes
             self.here.add(self.numbers)
             self.numbers += 1
@@ -177,11 +181,17 @@ class Graphs:
         on_disk = {item.number for item in self.disk}
         for _, item in self.host.values():
             stays = item.number in self.sizes and item.number not in on_disk
-            if stays and sum(self.room.part_sizes(self.sizes[item.number])) > free:
+            if stays and sum(self.below(item.number)) > free:
                 return []
-        sizes = {n: sum(self.room.part_sizes(self.sizes[n])) for n in self.here & set(self.sizes)}
+        sizes = {n: sum(self.below(n)) for n in self.here & set(self.sizes)}
         granted = self.machine.saved._granted
         return [n for n, size in sizes.items() if self.room.host and size <= free and n != granted]
+
+    def below(self, number: int) -> list[int]:
+        """The sizes of its parts on lower tiers: a byte for each element, and a scale for 128."""
+        parts, width = self.room.part_sizes(self.sizes[number]), self.widths.get(number, 0)
+        exact = [n // width + n // width // 128 * 4 if width else n for n in parts]
+        return [-(-n // PAGE) * PAGE for n in exact]
 
     def need(self, number: int) -> None:
         if number not in self.here or self.rng.random() < 0.1:  # it may be about to leave

@@ -19,6 +19,7 @@ import torch
 
 from ...facts.rates import Rates
 from ...facts.trace import HostInstant, Instant
+from ...optim.activation_blocks import ActivationBlocks
 
 __all__ = [
     "ARENA_ALIGN",
@@ -91,6 +92,9 @@ class InOrder:
         return None
 
     def page_unlock(self, address: int, nbytes: int) -> None:
+        return None
+
+    def stage(self, nbytes: int) -> None:
         return None
 
     def instant(self) -> Instant:
@@ -197,17 +201,30 @@ class Accelerator(Protocol):
         ...
 
     def fetch(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
-        """Copy as ``copy_in``, into memory from ``lend``; also if the device is host memory."""
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        """Copy as ``copy_in``, into memory from ``lend``; also if the device is host memory.
+
+        With ``blocks``, ``src`` is packed, and is unpacked where compute's memory is.
+        """
         ...
 
     def spill(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
         """Copy as ``copy_out``, from compute's memory that the engine did not allocate.
 
-        The memory is kept alive until the copy ends.
+        The memory is kept alive until the copy ends.  With ``blocks``, it is packed where it is,
+        and ``dst`` receives the packed bytes.
+        """
+        ...
+
+    def stage(self, nbytes: int) -> None:
+        """Allocate ``nbytes`` of the device's memory for each direction, to pack and unpack in.
+
+        ``spill`` and ``fetch`` with ``blocks`` need it where the device has memory of its own.
         """
         ...
 

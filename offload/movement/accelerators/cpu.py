@@ -13,6 +13,7 @@ import torch
 from ...errors import LifecycleError
 from ...facts.rates import Rates
 from ...io_engine.one_shot_event import OneShotEvent
+from ...optim.activation_blocks import ActivationBlocks
 from .base import Event, Fill, InOrder, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 
@@ -93,13 +94,19 @@ class CpuAccelerator(InOrder):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def fetch(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is not None:
+            return self._put("copy_in", src, src, after, on_done, lambda: blocks.unpack(src, dst))
         return self._copy("copy_in", dst, src, after, on_done)
 
     def spill(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is not None:
+            return self._put("copy_out", dst, dst, after, on_done, lambda: blocks.pack(src, dst))
         return self._copy("copy_out", dst, src, after, on_done)
 
     def _copy(

@@ -26,6 +26,7 @@ from ...errors import LifecycleError
 from ...facts.rates import Rates
 from ...io_engine import allocate_host
 from ...io_engine.one_shot_event import OneShotEvent
+from ...optim.activation_blocks import ActivationBlocks
 from .base import Event, Fill, InOrder, OnDone, copied_bytes, halves
 from .lane import CopyJob, CopyLane, copy
 from .ordering import Clock, Ordering, join
@@ -148,14 +149,20 @@ class SimAccelerator(InOrder):
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
     def fetch(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
-        return self._copy_loose(COPY_IN, dst, src, after, on_done)
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is None:
+            return self._copy_loose(COPY_IN, dst, src, after, on_done)
+        return self._copy_loose(COPY_IN, src, src, after, on_done, lambda: blocks.unpack(src, dst))
 
     def spill(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
-        return self._copy_loose(COPY_OUT, dst, src, after, on_done)
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is None:
+            return self._copy_loose(COPY_OUT, dst, src, after, on_done)
+        return self._copy_loose(COPY_OUT, dst, dst, after, on_done, lambda: blocks.pack(src, dst))
 
     def _unpack_there(
         self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, after: Sequence[Event],
@@ -178,11 +185,11 @@ class SimAccelerator(InOrder):
 
     def _copy_loose(
         self, lane: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
-        on_done: OnDone,
+        on_done: OnDone, do: Callable[[], None] | None = None,
     ) -> Event:  # fmt: skip
         """Copy memory outside the arena, whose addresses are reused and cannot be checked.
 
-        A missing wait shows as poison in the result instead.
+        A missing wait shows as poison in the result instead.  ``do`` replaces the plain copy.
         """
         self._refuse_closed()
         copied_bytes(dst, src)
@@ -192,7 +199,7 @@ class SimAccelerator(InOrder):
             event = _SimEvent(self, self._ordering.follow(lane, before))
             now_ns = time.perf_counter_ns()
             over = self._over(event)
-            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done))
+            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done, do))
             self._last[lane] = event
         return event
 

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from ...errors import LifecycleError, format_bytes
 from ...facts.rates import Rates
 from ...facts.trace import Instant
+from ...optim.activation_blocks import ActivationBlocks
 from .base import CopyDone, Event, Fill, OnDone, aligned_bytes, copied_bytes, deliver, halves
 from .stream_clock import StreamClock, StreamInstant
 from .vendors import LOCK_REMEDY, VENDORS, Vendor
@@ -47,7 +48,7 @@ class _Copy:
     finished: _StreamEvent
     nbytes: int
     on_done: OnDone
-    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]  # kept alive until the copy ends
+    memory: Sequence[torch.Tensor]  # kept alive until the copy ends
 
 
 class _Maker:
@@ -77,6 +78,8 @@ class _CopyStream:
 
     def __init__(self, name: str, make: _Maker, clock: StreamClock) -> None:
         self.stream = make.stream()
+        # Only work of this stream uses it, which runs in order.
+        self.staging: torch.Tensor | None = None
         self._make, self._clock = make, clock
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
@@ -90,19 +93,35 @@ class _CopyStream:
         then: Callable[[], None] | None = None,
     ) -> Event:
         """Enqueue all ``(dst, src)`` pieces of one copy, then the work that ``then`` adds."""
+
+        def work() -> None:
+            for dst, src in pieces:
+                dst.copy_(src, non_blocking=True)
+            if then is not None:
+                then()
+
+        nbytes = sum(dst.numel() for dst, _ in pieces)
+        return self.run(work, nbytes, [t for pair in pieces for t in pair], after, on_done)
+
+    def run(
+        self, work: Callable[[], None], nbytes: int, memory: Sequence[torch.Tensor],
+        after: Sequence[Event], on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        """Enqueue what ``work`` does: a copy of ``nbytes`` that uses ``memory``."""
         started, finished = self._make.event(timing=True), self._make.event(timing=True)
         with self._make.on(self.stream):
             for event in after:
                 self.stream.wait_event(_event_of(event))
             started.event.record(self.stream)
-            for dst, src in pieces:
-                dst.copy_(src, non_blocking=True)
-            if then is not None:
-                then()
+            work()
             finished.event.record(self.stream)
-        nbytes = sum(dst.numel() for dst, _ in pieces)
-        self._copies.put(_Copy(started, finished, nbytes, on_done, pieces))
+        self._copies.put(_Copy(started, finished, nbytes, on_done, memory))
         return finished
+
+    def stage(self, nbytes: int) -> None:
+        """Allocate memory through which packed bytes pass."""
+        with self._make.on(self.stream):
+            self.staging = torch.empty(nbytes, dtype=torch.uint8, device=self._make.device)
 
     def _run(self) -> None:
         torch.accelerator.set_device_index(self._make.device)
@@ -280,14 +299,47 @@ class StreamsAccelerator:
         return memory
 
     def fetch(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
-        return self.copy_in(dst, src, after=after, on_done=on_done)
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is None:
+            return self.copy_in(dst, src, after=after, on_done=on_done)
+
+        def unpack() -> None:
+            for window, there, staged in self._staged(self._in, dst, blocks):
+                for host, device in self._pieces(src[there], staged):
+                    device.copy_(host, non_blocking=True)
+                blocks.unpack(staged, dst[window])
+
+        return self._in.run(unpack, src.numel(), [dst, src], after, on_done)
 
     def spill(
-        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
-    ) -> Event:
-        return self.copy_out(dst, src, after=after, on_done=on_done)
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone,
+        blocks: ActivationBlocks | None = None,
+    ) -> Event:  # fmt: skip
+        if blocks is None:
+            return self.copy_out(dst, src, after=after, on_done=on_done)
+
+        def pack() -> None:
+            for window, there, staged in self._staged(self._out, src, blocks):
+                blocks.pack(src[window], staged)
+                for host, device in self._pieces(dst[there], staged):
+                    host.copy_(device, non_blocking=True)
+
+        return self._out.run(pack, dst.numel(), [dst, src], after, on_done)
+
+    def stage(self, nbytes: int) -> None:
+        self._in.stage(nbytes)
+        self._out.stage(nbytes)
+
+    def _staged(
+        self, lane: _CopyStream, memory: torch.Tensor, blocks: ActivationBlocks
+    ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Yield windows of ``memory``: their bytes there, and packed, and memory to pack in."""
+        self._refuse_closed()
+        assert lane.staging is not None
+        for window, there in blocks.windows(memory.numel()):
+            yield window, there, lane.staging[: there.stop - there.start]
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._make.current())

@@ -38,6 +38,15 @@ bool trains() {
   return std::strncmp(name, "pt_autograd", 11) == 0;
 }
 
+bool is_copy_out(const char* name) {
+  return std::strcmp(name, "copy out") == 0 || std::strcmp(name, "pageable copy out") == 0;
+}
+
+bool is_copy(const char* name) {
+  const bool in = std::strcmp(name, "copy in") == 0 || std::strcmp(name, "pageable copy in") == 0;
+  return in || is_copy_out(name);
+}
+
 std::string stack_of_caller() {
   if (!Py_IsInitialized() || _Py_IsFinalizing()) return "";
   const PyGILState_STATE gil = PyGILState_Ensure();
@@ -100,6 +109,7 @@ void Device::come_after(Queue& queue) {
 uint64_t Device::follow(Queue& queue, int stream, const char* name,
                         const std::vector<Access>& accesses, std::vector<Race>& races) {
   queue.clock[stream] = ++queue.given;
+  if (is_copy(name) && !trains()) copies_[stream] = true;
   if (settings.races) {
     const Mark mark{stream, queue.given, name};
     for (const Access& access : accesses) shadow_.access(access, mark, queue.clock, races);
@@ -260,12 +270,14 @@ void Device::release(const Memory::Block& block, std::vector<Race>& races) {
   come_after(queue);
   std::vector<Race> found;
   const uint64_t at = follow(queue, block.stream, "free", {access}, found);
-  // Who copies out holds the memory until the copy is over, whoever then drops it last: that order
-  // is the host's, and not known to the thread.  A copy that still runs is a race.
+  // Who copies holds the memory until the copy is over, whoever then drops it last: that order is
+  // the host's, and not known to the thread.  A copy that still runs is a race.  The engine's
+  // streams for copies also pack and unpack.
   for (const Race& race : found) {
-    const std::string name = race.first.name;
-    const bool copied = !race.first_wrote && (name == "copy out" || name == "pageable copy out");
-    if (!copied || !queues_[race.first.stream].over(race.first.at)) races.push_back(race);
+    const Mark& first = race.first;
+    const bool copied =
+        first.stream == 0 ? is_copy_out(first.name) && !race.first_wrote : copies_[first.stream];
+    if (!copied || !queues_[first.stream].over(first.at)) races.push_back(race);
   }
   queue.clock = kept;
   queue.clock[block.stream] = at;

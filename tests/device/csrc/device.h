@@ -88,6 +88,8 @@ class Device {
   Memory memory_;
   Shadow shadow_;
   Clock over_for_all_{};
+  std::array<bool, kStreams>
+      copies_{};  // of each stream, whether a thread of the engine copies on it
   std::array<Queue, kStreams> queues_;
   std::vector<std::pair<Memory::Block, std::vector<PointPtr>>> waiting_;  // freed, still in use
   std::atomic<int> streams_{0};
