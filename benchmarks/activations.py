@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import drawn_attention
 from .arms import GIB, Plan, Worker, parameters
 from .drawn_activations import compared
 from .model import Shape
@@ -168,4 +169,6 @@ def run(*, quick: bool, folder: Path) -> Outcome:
             _step(sizes, store), _nothing_to_move(sizes, store), _longest(sizes, store),
             compared(2 if quick else SEEDS),
         ]  # fmt: skip
+        if not quick:
+            found.append(drawn_attention.compared(SEEDS))
     return outcome("activations", found, folder)

@@ -225,6 +225,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     for options in (
         {"frozen": "nf4"}, {"precision": "bf16"}, {"activations": "host"}, {"loss": "chunked"},
         {"tile": ["0"]},
+        {"activations_format": "int8"},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)

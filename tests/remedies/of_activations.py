@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 OF_ACTIVATIONS: dict[tuple[str, str], str] = {
+    ("offload/config.py", "activations='auto', 'host' or 'nvme', or leave it out"): (
+        "tests/parity/test_packed_activations.py::test_policies_that_move_nothing_are_refused"
+    ),
+    ("offload/config.py", "where they are; pass activations='host' or 'nvme'"): (
+        "tests/parity/test_packed_activations.py::test_formats_are_checked"
+    ),
+    ("offload/ranks/sharding.py", "one inside of DistributedDataParallel; leave it out"): (
+        "tests/ranks/test_drop_in.py::test_on_two_ranks"
+    ),
     ("offload/grads/gradients.py", "zero_grad(), and repeat all micro-batches of this step"): (
         "tests/robust/test_make_room.py::test_lost_sums_of_earlier_micro_steps_are_an_error"
     ),
