@@ -20,7 +20,7 @@ from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
 from ..movement.saved import OffloadedStorage, SavedStore
-from ..optim.activation_blocks import WINDOW_BYTES, ActivationBlocks
+from ..optim.activation_blocks import ActivationBlocks
 from ..params.backward import Backward
 from ..planning.save_timing import UnitForward
 from ..private import torch_private
@@ -138,8 +138,6 @@ class SavedTensorOffloader:
         }
         self._arenas = executor.arenas
         self.precision = Precision() if executor.layout.saved.itemsize else None
-        if self.precision is not None:
-            accelerator.stage(WINDOW_BYTES)
         self._known: dict[int, weakref.ref[SharedStorage]] = {}  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []

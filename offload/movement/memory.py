@@ -14,6 +14,7 @@ from ..facts.trace import TierBytes
 from ..io_engine import Lease, allocate_host
 from ..planning.budgets import free_pages
 from ..planning.plan import Budgets
+from ..planning.planner import DIRECTIONS, packing_bytes
 from ..schedule.layout import Layout
 from .accelerators.base import Accelerator
 from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch, Reservation
@@ -50,6 +51,8 @@ class Memory:
         self._unpacked: Lease | None = None
         self._freed: set[Tier] = set()
         self._device_bytes = regions.device_bytes
+        packing = packing_bytes(layout.saved.itemsize)
+        self._staging_bytes = packing // DIRECTIONS
         self._held = HeldMemory()
         try:
             self._held.take_host(
@@ -57,8 +60,8 @@ class Memory:
             )
             if accelerator.has_device_memory:
                 self._held.take_device(
-                    self._budgets[Tier.DEVICE], regions.device_bytes, self._allocate_device,
-                    self._free_device,
+                    self._budgets[Tier.DEVICE], regions.device_bytes + packing,
+                    self._allocate_device, self._free_device,
                 )  # fmt: skip
             elif regions.device_bytes:
                 self._held.take_unpacked(
@@ -107,12 +110,14 @@ class Memory:
             self._unpacked = None
 
     def _allocate_device(self) -> None:
+        self._accelerator.stage(self._staging_bytes)
         self.arenas.device = self._accelerator.allocate(self._device_bytes)
 
     def _free_device(self) -> None:
         arena, self.arenas.device = self.arenas.device, None
         if arena is not None:
             self._accelerator.free(arena)
+        self._accelerator.stage(0)
 
     @property
     def arenas(self) -> Arenas:

@@ -18,9 +18,10 @@ import overspill
 from overspill.activations import activations, tiles
 from overspill.activations.activations import SavedHandle, SavedTensorOffloader
 from overspill.activations.precision import exact
+from overspill.optim import activation_blocks
 from overspill.optim.activation_blocks import ActivationBlocks
 from overspill.planning.recompute import Recomputed
-from tests.devices import CPU, SIM, normal
+from tests.devices import CPU, NAME, SIM, normal
 from tests.parity.chains import known_as_the_libraries_are
 
 WIDTH, TOKENS, CLASSES = 128, 512, 40
@@ -469,3 +470,24 @@ def test_plans_count_packed_bytes() -> None:
     assert ", moved as int8" in str(packed)
     assert packed.detail.activation_bytes == whole.detail.activation_bytes
     assert packed.link_bytes["copy_out"] < 0.5 * whole.shortfalls[0].need_bytes
+
+
+@pytest.mark.skipif(NAME != "testdev", reason="counts what the device allocates")
+def test_staging_is_within_the_budget_and_freed_by_sleep(tmp_path: Path) -> None:
+    memory, held = torch.accelerator.memory_allocated, []
+    for options in ({}, {"activations_format": "int8"}):
+        model = Net(2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {**PLACES["device"], "nvme": tmp_path, "durable": False, "activations": "host"}
+        before = memory()
+        with overspill.wrap(model, inner, **given, **options) as optimizer:  # type: ignore[call-overload]
+            tier = optimizer.memory[overspill.Tier.DEVICE]
+            held.append(memory() - before)
+            assert tier.held_bytes >= held[-1] - (1 << 16)
+            optimizer.sleep()
+            assert memory() - before < 1 << 16
+            optimizer.wake()
+            model(data(0, torch.float32)[0]).square().mean().backward()
+            optimizer.step()
+        del model, inner, optimizer
+    assert held[1] - held[0] >= 2 * activation_blocks.WINDOW_BYTES

@@ -224,7 +224,8 @@ class Accelerator(Protocol):
     def stage(self, nbytes: int) -> None:
         """Allocate ``nbytes`` of the device's memory for each direction, to pack and unpack in.
 
-        ``spill`` and ``fetch`` with ``blocks`` need it where the device has memory of its own.
+        ``spill`` and ``fetch`` with ``blocks`` need it where the device has memory of its own.  0
+        frees it.
         """
         ...
 

@@ -119,9 +119,11 @@ class _CopyStream:
         return finished
 
     def stage(self, nbytes: int) -> None:
-        """Allocate memory through which packed bytes pass."""
-        with self._make.on(self.stream):
-            self.staging = torch.empty(nbytes, dtype=torch.uint8, device=self._make.device)
+        """Allocate memory through which packed bytes pass, or free it."""
+        self.staging = None
+        if nbytes:
+            with self._make.on(self.stream):
+                self.staging = torch.empty(nbytes, dtype=torch.uint8, device=self._make.device)
 
     def _run(self) -> None:
         torch.accelerator.set_device_index(self._make.device)
