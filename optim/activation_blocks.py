@@ -1,9 +1,11 @@
 """Saved activations in packed blocks: 128 elements become an fp32 scale and a signed byte each.
 
-The scale is the largest magnitude of the block over 127, so an element changes by at most half a
-scale, ``max / 254``.  A block with an element that is not finite becomes NaN as a whole.  The
-kernels for CPUs and GPUs (csrc/cuda/activations.cu) and plain torch give the same bits; only those
-of NaN may differ.
+The scale is the largest magnitude of the block over 126, so an element changes by at most half a
+scale, ``max / 252``.  One that is rounded to zero keeps its sign, on which many operators depend
+(ReLU): the codes 127 and -127 stand for a 64th of the scale.
+
+A block with an element that is not finite becomes NaN as a whole.  The kernels for CPUs and GPUs
+(csrc/cuda/activations.cu) and plain torch give the same bits; only those of NaN may differ.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from . import device, kernels
 
 BLOCK = 128  # elements
 BLOCK_BYTES = BLOCK + 4
+MOST_CODE, TINY_CODE, TINY = 126, 127, 2.0**-6
 LEAST_MAGNITUDE = 1e-30  # of a block; below it, a block is all zeros
 WINDOW = 1 << 22  # elements that are packed at once where packed bytes are staged
 WINDOW_BYTES = WINDOW // BLOCK * BLOCK_BYTES
@@ -66,7 +69,9 @@ class ActivationBlocks:
         else:
             for part, blocks in _rows(flat, packed):
                 scale = blocks[:, :4].reshape(-1).clone().view(torch.float32).unsqueeze(1)
-                part.copy_(blocks[:, 4:].view(torch.int8).float() * scale)
+                codes = blocks[:, 4:].view(torch.int8)
+                tiny = codes.abs() == TINY_CODE
+                part.copy_(torch.where(tiny, codes.sign() * TINY, codes.float()) * scale)
 
     def windows(self, nbytes: int) -> Iterator[tuple[slice, slice]]:
         """Divide ``nbytes`` of memory into windows of at most ``WINDOW`` elements.
@@ -117,8 +122,10 @@ def _pack_plainly(values: Tensor, blocks: Tensor) -> None:
     most = values.abs().amax(1, keepdim=True)
     finite = torch.isfinite(most)
     whole = finite & (most >= LEAST_MAGNITUDE)
-    scale = torch.where(whole, most / 127.0, torch.where(finite, 0.0, torch.nan))
-    inverse = torch.where(whole, torch.full_like(most, 127.0) / most, 0.0)
-    codes = torch.where(whole, torch.round(values * inverse), 0.0)
+    scale = torch.where(whole, most / MOST_CODE, torch.where(finite, 0.0, torch.nan))
+    inverse = torch.where(whole, torch.full_like(most, MOST_CODE) / most, 0.0)
+    codes = torch.round(values * inverse)
+    codes = torch.where((codes == 0) & (values != 0), values.sign() * TINY_CODE, codes)
+    codes = torch.where(whole, codes, 0.0)
     blocks[:, :4].copy_(scale.view(torch.uint8))
     blocks[:, 4:].copy_(codes.to(torch.int8).view(torch.uint8))

@@ -9,11 +9,19 @@ constexpr u32 kActivationBytes = kActivationBlock + 4;
 constexpr u32 kWarp = 32;
 constexpr u32 kEach = 4;                      // elements of a thread
 constexpr u32 kLeastMagnitude = 0x0da24260u;  // 1e-30f
-constexpr float kMostCode = 127.0f;
+constexpr float kMostCode = 126.0f;
+constexpr int kTinyCode = 127;
+constexpr float kTiny = 0x1p-6f;
 constexpr float kWhole = 12582912.0f;  // see csrc/cpu/activations.h
 constexpr u32 kQuietNaN = 0x7fc00000u;
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+__device__ __forceinline__ u32 code_of(float value, float inverse) {
+  const u32 raw = bits(value), code = bits(add(mul(value, inverse), kWhole));
+  if (code != bits(kWhole) || magnitude(raw) == 0u) return code & 0xffu;
+  return static_cast<u32>(raw >> 31 != 0u ? -kTinyCode : kTinyCode) & 0xffu;
+}
 
 // A warp packs one block. All its threads take part, so they may have no elements.
 extern "C" __global__ void pack_activation(const void* values, u64 numel, u8* blocks, int type) {
@@ -36,8 +44,7 @@ extern "C" __global__ void pack_activation(const void* values, u64 numel, u8* bl
   if (thread % kWarp == 0) *reinterpret_cast<u32*>(to) = whole || most >= kInfinity ? scale : 0u;
   u32 codes = 0;
   for (u32 k = 0; k < kEach; ++k) {
-    const u32 code = whole ? bits(add(mul(value[k], inverse), kWhole)) & 0xffu : 0u;
-    codes |= code << (8 * k);
+    codes |= (whole ? code_of(value[k], inverse) : 0u) << (8 * k);
   }
   u8* at = to + 4 + first % kActivationBlock;
   if (first + kEach <= numel) {
@@ -55,8 +62,11 @@ extern "C" __global__ void unpack_activation(const u8* blocks, u64 numel, void* 
   const u32 scale = *reinterpret_cast<const u32*>(from);
   const u8* codes = from + 4 + first % kActivationBlock;
   for (u32 k = 0; k < kEach && first + k < numel; ++k) {
-    const float code = static_cast<float>(static_cast<signed char>(codes[k]));
-    const float value = magnitude(scale) > kInfinity ? floats(kQuietNaN) : mul(code, floats(scale));
+    const int code = static_cast<signed char>(codes[k]);
+    const bool tiny = code == kTinyCode || code == -kTinyCode;
+    const float factor = tiny ? (code > 0 ? kTiny : -kTiny) : static_cast<float>(code);
+    const float value =
+        magnitude(scale) > kInfinity ? floats(kQuietNaN) : mul(factor, floats(scale));
     if (type == kF32) {
       static_cast<float*>(values)[first + k] = value;
     } else {

@@ -85,7 +85,21 @@ def test_an_element_changes_by_half_a_scale_at_most(dtype: torch.dtype, numel: i
         block = before[first : first + BLOCK]
         most = float(block.abs().max())
         error = float((after[first : first + BLOCK] - block).abs().max())
-        assert error <= most * (1 / 254 + rounding) + activation_blocks.LEAST_MAGNITUDE
+        assert error <= most * (1 / 252 + rounding) + activation_blocks.LEAST_MAGNITUDE
+
+
+@pytest.mark.parametrize(("dtype", "numel"), CASES, ids=str)
+def test_every_element_keeps_its_sign(dtype: torch.dtype, numel: int) -> None:
+    """So that ReLU knows again what it let pass; zeros stay zeros."""
+    blocks, values = ActivationBlocks(dtype), values_of(numel, dtype)
+    found = unpack(blocks, pack(blocks, values, WHO[-1]), values.numel(), WHO[-1])
+    before, after = values.view(dtype), found.view(dtype)
+    for first in range(0, numel, BLOCK):
+        mine = slice(first, first + BLOCK)
+        most = float(before[mine].abs().max())
+        # A 64th of a scale must be a number of the dtype, and a block not be taken for zeros.
+        if most / 126 / 64 >= torch.finfo(dtype).smallest_normal and most > 1e-29:
+            assert torch.equal(before[mine].sign(), after[mine].sign())
 
 
 @pytest.mark.parametrize("who", WHO)
