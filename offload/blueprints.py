@@ -145,7 +145,7 @@ def _blueprint(
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
         in_place=frozenset(sources.ranges), work_of=updates.work_of,
-        packed_itemsize=_packed_itemsize(parts, config), could_tile=_could_tile(model, config),
+        could_tile=_could_tile(model, config), packed_itemsize=_packed(parts, config, accelerator),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -212,15 +212,24 @@ def _could_tile(model: nn.Module, config: OffloadConfig) -> bool:
     return config.tile is None and bool(set(layers_in(model)) - set(tiled_layers(model)))
 
 
-def _packed_itemsize(parts: Partition, config: OffloadConfig) -> int:
+def _packed(parts: Partition, config: OffloadConfig, accelerator: Accelerator) -> int:
     """Return the bytes per element of activations that are packed, of the type that most weights
-    have; 0: none is packed."""
+    have; 0: none is packed.
+
+    Raises:
+        ValueError: there is no tier to move them to.
+    """
+    if config.activations_format is None:
+        return 0
+    if config.nvme is None and not accelerator.has_device_memory:
+        raise ValueError(
+            f"activations_format={config.activations_format!r}: with device='cpu' and without "
+            "nvme=, no activations are moved; pass nvme= (a directory), or leave it out"
+        )
     sizes = Counter[int]()
     for chunk in (chunk for unit in parts.units for chunk in unit.chunks):
         sizes[chunk.dtype.itemsize] += chunk.nbytes
-    if config.activations_format is None or not sizes:
-        return 0
-    return sizes.most_common(1)[0][0]
+    return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def _parts_of(

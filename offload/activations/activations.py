@@ -137,7 +137,8 @@ class SavedTensorOffloader:
             if torch_private.has_memory(t)
         }
         self._arenas = executor.arenas
-        self.precision = Precision() if executor.layout.saved.itemsize else None
+        packs = executor.layout.saved.itemsize > 0
+        self.precision = Precision(self._make_exact) if packs else None
         self._known: dict[int, weakref.ref[SharedStorage]] = {}  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []
@@ -185,9 +186,21 @@ class SavedTensorOffloader:
         storage = self._storage_of(t)
         if storage is None:
             return None
-        key = torch_private.identity(storage)
         precision = self.precision
         blocks = None if precision is None else precision.blocks_for(t, storage.nbytes())
+        shared = self._share(t, storage, blocks)
+        handle = SavedHandle(shared, t, torch_private.version_counter(t))
+        if precision is None:
+            self._look()
+        elif blocks is not None:  # otherwise, look when the next operator saves
+            precision.packs(handle, t)
+        return handle
+
+    def _share(
+        self, t: torch.Tensor, storage: torch.UntypedStorage, blocks: ActivationBlocks | None
+    ) -> SharedStorage:
+        """Return the storage that the handles over it share, with one for ``t``."""
+        key = torch_private.identity(storage)
         with self._lock:
             known = self._known.get(key)
             shared = None if known is None else known()
@@ -207,12 +220,10 @@ class SavedTensorOffloader:
             if shared.leaves and shared.unit != self._unit:
                 shared.unit = self._unit
                 self._untold.append(weakref.ref(shared))
-        handle = SavedHandle(shared, t, torch_private.version_counter(t))
-        if precision is None:
-            self._look()
-        else:  # reported when the next operator saves
-            precision.takes(shared)
-        return handle
+        return shared
+
+    def _make_exact(self, handle: SavedHandle, t: torch.Tensor) -> None:
+        handle.shared = self._share(t, t.untyped_storage(), None)
 
     def _count(self, nbytes: int) -> None:
         """Count a storage that may leave from now on."""
@@ -241,7 +252,7 @@ class SavedTensorOffloader:
     def enter(self, unit: int) -> None:
         """Record that ``unit`` runs from now on, or none, and report what the last one saved."""
         if self.precision is not None:
-            self.precision.computing = unit != NOWHERE
+            self.precision.computes(unit=unit != NOWHERE)
         if self.resting.rest is not None:
             self._unit = unit
         elif unit != self._unit:
@@ -262,7 +273,7 @@ class SavedTensorOffloader:
     def computed(self) -> None:
         """Record that the forward of a unit has ended."""
         if self.precision is not None:
-            self.precision.computing = False
+            self.precision.computes(unit=False)
 
     def _ran(self, unit: int) -> None:
         self._unit = unit

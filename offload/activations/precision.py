@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,32 +18,20 @@ from ..private import torch_private
 # numbers drawn for dropout, and most statistics do not. The following stays exact.
 #
 # - What a recomputation begins with, so that it computes what the forward did (``exact``).
-# - What attention saves. Its backward computes exponentials of products of queries and keys, which
-#   turn absolute errors into relative ones: in a model of 6 layers, the error of all gradients was
-#   0.06, and 0.003 without the rounding of these. Other operators do not save three activations or
-#   more. An operator saves its tensors while torch has one sequence number for the next node.
-# - Logarithms, which go into exponentials too, and tensors with a last dimension of 1, such as the
-#   statistics of norms.
+# - What attention and logarithms save. Their backward computes exponentials, which turn absolute
+#   errors into relative ones: in a model of 6 layers, the error of all gradients was 0.06, and
+#   0.003 without the rounding of what attention saves. Attention is known by its third tensor:
+#   other operators do not save three, except for statistics. An operator saves its tensors while
+#   torch has one sequence number for the next node, and its results are of the node before.
+# - Statistics: expanded tensors, and those with a dimension of size 1 behind the first.
 # - What losses save, since they run outside of units.
 #
 # A storage is packed only if all tensors over it may be. Its size on lower tiers is fixed when it
 # is reported to the residency machine, which happens between operators. A tensor that must be exact
 # gets a storage of its own after that, over the same memory.
 
-MOST_SAVED = 2  # activations that an operator saves at most, unless it is attention
-LOGARITHMS = ("LogSoftmaxBackward0", "LogsumexpBackward0")
-
-
-class Packable(Protocol):
-    """A storage that may be packed on its way out.
-
-    Attributes:
-        blocks: how; ``None``: it stays exact.
-        reported: whether that can no longer change.
-    """
-
-    blocks: ActivationBlocks | None
-    reported: bool
+MOST_SAVED = 2  # tensors that an operator saves at most, unless it is attention
+LOGARITHMS = ("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0")
 
 
 class _Exact(threading.local):
@@ -59,67 +47,74 @@ class _Exact(threading.local):
 
 
 exact = _Exact()
+H = TypeVar("H")  # what autograd keeps of a tensor
 
 
-class _Operator(threading.local):
+class _Operator(threading.local, Generic[H]):
     """The operator that saves tensors on the current thread.
 
     Attributes:
+        computing: whether the forward of a unit runs.
         clock: torch's sequence number for the next node.
-        saved: the number of activations that it has saved.
-        storages: those of them that may be packed.
+        saved: the number of tensors that it has saved.
+        exact: whether all of them are exact.
+        packed: those that are not, so far, with their handles.
     """
 
+    computing = False
     clock = -1
     saved = 0
+    exact = False
 
     def __init__(self) -> None:
-        self.storages: list[weakref.ref[Any]] = []
+        self.packed: list[tuple[H, torch.Tensor]] = []
 
 
-class Precision:
-    """Decides which storages are packed.  See Note [Packed activations].
+class Precision(Generic[H]):
+    """Decides which tensors may be packed.  See Note [Packed activations]."""
 
-    Attributes:
-        computing: whether the forward of a unit runs.
-    """
+    def __init__(self, make_exact: Callable[[H, torch.Tensor], None]) -> None:
+        """Set up; ``make_exact``: gives a handle of a packed tensor an exact storage."""
+        self._make_exact, self._operator = make_exact, _Operator[H]()
 
-    def __init__(self) -> None:
-        self.computing = False
-        self._operator = _Operator()
+    def computes(self, *, unit: bool) -> None:
+        """Record whether the forward of a unit runs on this thread from now on."""
+        self._operator.computing = unit
+        self._operator.packed.clear()
 
     def saves(self, t: torch.Tensor) -> bool:
         """Record that an operator saves ``t``, and return whether it is another one than before."""
         operator, clock = self._operator, torch_private.graph_clock()
         if new := clock != operator.clock:
-            operator.clock, operator.saved = clock, 0
-            operator.storages.clear()
-        if t.requires_grad and t.dtype in FLOAT_TYPES and t.dim() > 1:
-            operator.saved += 1
-            if operator.saved > MOST_SAVED:
-                self._keep_exact(operator)
+            operator.clock, operator.saved, operator.exact = clock, 0, False
+            operator.packed.clear()
+        if t.dtype in FLOAT_TYPES and t.shape[-1:] != (1,):
+            operator.saved += t.dim() > (1 if t.requires_grad else 2)
+        if not operator.exact and (operator.saved > MOST_SAVED or self._is_logarithm(t)):
+            operator.exact = True
+            while operator.packed:
+                self._make_exact(*operator.packed.pop())
         return new
 
-    def _keep_exact(self, operator: _Operator) -> None:
-        for each in operator.storages:
-            storage: Packable | None = each()
-            if storage is not None and not storage.reported:
-                storage.blocks = None
-        operator.storages.clear()
+    def _is_logarithm(self, t: torch.Tensor) -> bool:
+        """Return whether ``t`` is a result of the operator that saves it, and a logarithm."""
+        if t.grad_fn is None or t.grad_fn.name() not in LOGARITHMS:
+            return False
+        return torch_private.made_since(t, self._operator.clock - 1)
 
     def blocks_for(self, t: torch.Tensor, nbytes: int) -> ActivationBlocks | None:
         """Return how ``t``, over a storage of ``nbytes``, may be packed; ``None``: not at all."""
-        if not self.computing or exact.depth or self._operator.saved > MOST_SAVED:
+        operator = self._operator
+        if not operator.computing or operator.exact or exact.depth:
             return None
-        if not t.requires_grad or t.dtype not in FLOAT_TYPES:
+        if not t.requires_grad or t.dtype not in FLOAT_TYPES or nbytes % t.dtype.itemsize:
             return None
-        if t.dim() < 2 or t.shape[-1] == 1 or nbytes % t.dtype.itemsize:
+        if t.dim() < 2 or 1 in t.shape[1:] or t.nbytes > nbytes:
             return None
         if t.grad_fn is not None and t.grad_fn.name() in LOGARITHMS:
             return None
         return ActivationBlocks(t.dtype)
 
-    def takes(self, storage: Packable) -> None:
-        """Record the storage of the tensor that the operator has saved last."""
-        if storage.blocks is not None:
-            self._operator.storages.append(weakref.ref(storage))
+    def packs(self, handle: H, t: torch.Tensor) -> None:
+        """Record that a tensor of the current operator may be packed."""
+        self._operator.packed.append((handle, t))

@@ -14,7 +14,7 @@ from ..facts.trace import TierBytes
 from ..io_engine import Lease, allocate_host
 from ..planning.budgets import free_pages
 from ..planning.plan import Budgets
-from ..planning.planner import DIRECTIONS, packing_bytes
+from ..planning.working_memory import DIRECTIONS, packing_bytes
 from ..schedule.layout import Layout
 from .accelerators.base import Accelerator
 from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch, Reservation

@@ -13,7 +13,7 @@ from .choose import PlannedLayout
 from .costs import inputs_of
 from .partition import Partition
 from .plan import Budgets, Needs, Shortfall
-from .planner import make_layout, packing_bytes
+from .planner import make_layout
 from .working_memory import for_layout, working_bytes
 
 FITTING_TRIES = 10  # attempts: raising one budget can change what another tier needs
@@ -25,8 +25,7 @@ def left_bytes(layout: Layout, budgets: Budgets) -> int:
     """Return the bytes that the engine leaves of the budget for the memory that compute uses."""
     if budgets.device is None:
         return max(0, budgets.host - layout.regions.host_bytes)
-    used = layout.regions.device_bytes + packing_bytes(layout.saved.itemsize)
-    return max(0, budgets.device - used)
+    return max(0, budgets.device - layout.regions.device_bytes)
 
 
 def shortfall(

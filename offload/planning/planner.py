@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..facts.tier import Tier
-from ..optim.activation_blocks import WINDOW_BYTES
 from ..schedule.arena import Place
 from ..schedule.layout import Layout, Regions, SavedRoom, UnitHome
 from ..schedule.units import PAGE, Unit, align
@@ -28,13 +27,7 @@ KNOWN_SHARE = 0.5  # of the room to spare, at most, for activations of known siz
 UNITS_BESIDE = 3  # least number of units whose activations have room: one in use, others moving
 BESIDE_SHARE = 0.5  # of the room to spare, for trained weights of units that also have frozen ones
 STAGING_SHARE = 4  # divisor: part of the host memory for activations that stages disk transfers
-DIRECTIONS = 2  # of the link, each of which stages what is packed
 OWN_STAGING_SHARE = 8  # the same on a CPU, where compute needs the rest of this memory itself
-
-
-def packing_bytes(itemsize: int) -> int:
-    """Return the device memory in which activations are packed; see ``Accelerator.stage``."""
-    return DIRECTIONS * WINDOW_BYTES if itemsize else 0
 
 
 def _pages(nbytes: int) -> int:
@@ -224,9 +217,9 @@ class _Planner(Placement):
             nvme = max(0, self.budgets.nvme - disk)
         if self.has_device:
             assert self.budgets.device is not None
-            there = self.budgets.device - regions.device_bytes - packing_bytes(itemsize)
+            there = max(0, self.budgets.device - regions.device_bytes)
             staged = host // STAGING_SHARE if policy == "nvme" else host
-            return SavedRoom(policy, max(0, there), _pages(staged), nvme, again, kept, itemsize)
+            return SavedRoom(policy, there, _pages(staged), nvme, again, kept, itemsize)
         staged = host // OWN_STAGING_SHARE if nvme else 0
         return SavedRoom(policy, host - staged, _pages(staged), nvme, again, kept, itemsize)
 

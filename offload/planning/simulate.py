@@ -14,7 +14,7 @@ from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.arena import Place
-from ..schedule.layout import Layout
+from ..schedule.layout import PACKED_SHARE, Layout
 from ..schedule.messages import (
     Accumulate,
     BackwardPhase,
@@ -381,14 +381,14 @@ class Simulation:
                   for share, part in (INPUTS if recomputes else costs.bursts_of(unit))]  # fmt: skip
         if kept := costs.kept_bytes(unit, self.layout.saved):
             bursts.append((ATTENTION, kept))
-        # What a recomputation begins with is never packed.
-        itemsize = 0 if recomputes else self.layout.saved.itemsize
         pieces, nbytes = [], 0.0
         for share, part in bursts:
             nbytes += part
             if nbytes >= LEAST_BYTES:
-                piece = SavedBytes(next(self._numbers), int(nbytes), unit, itemsize)
-                pieces.append((share, piece))
+                number = next(self._numbers)  # packed: some of every ten; no recomputation's input
+                packs = not recomputes and number % 10 < 10 * PACKED_SHARE
+                itemsize = self.layout.saved.itemsize if packs else 0
+                pieces.append((share, SavedBytes(number, int(nbytes), unit, itemsize)))
                 nbytes = 0.0
         return pieces
 

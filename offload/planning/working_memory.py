@@ -1,4 +1,5 @@
-"""Memory of a run that is not in its layout: of updates, and of the reader of weight files."""
+"""Memory of a run that is not in its layout: of updates, of the reader of weight files, and where
+activations are packed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,21 @@ from dataclasses import replace
 from ..errors import format_bytes
 from ..facts.tier import Tier
 from ..io_engine.ranges import held_bytes, threads_for
+from ..optim.activation_blocks import WINDOW_BYTES
 from .choose import PlannedLayout
 from .plan import Budgets, Needs, Shortfall
+
+DIRECTIONS = 2  # of the link, each of which stages what is packed
+
+
+def packing_bytes(itemsize: int) -> int:
+    """Return the device memory in which activations are packed; see ``Accelerator.stage``."""
+    return DIRECTIONS * WINDOW_BYTES if itemsize else 0
+
+
+def device_working_bytes(needs: Needs) -> int:
+    """Return the device memory of updates of whole parameters, and of packing activations."""
+    return needs.device_update_bytes + packing_bytes(needs.packed_itemsize)
 
 
 def working_bytes(budgets: Budgets, needs: Needs) -> int:
@@ -22,7 +36,8 @@ def for_layout(budgets: Budgets, needs: Needs) -> Budgets:
     host = max(0, budgets.host - working_bytes(budgets, needs))
     if budgets.device is None:
         return replace(budgets, host=host)
-    return replace(budgets, host=host, device=max(0, budgets.device - needs.device_update_bytes))
+    device = max(0, budgets.device - device_working_bytes(needs))
+    return replace(budgets, host=host, device=device)
 
 
 def of_budgets(planned: PlannedLayout, budgets: Budgets, needs: Needs) -> PlannedLayout:
@@ -31,13 +46,18 @@ def of_budgets(planned: PlannedLayout, budgets: Budgets, needs: Needs) -> Planne
     def of_budget(short: Shortfall) -> Shortfall:
         beside, have = {
             Tier.HOST: (working_bytes(budgets, needs), budgets.host),
-            Tier.DEVICE: (needs.device_update_bytes, budgets.device or 0),
+            Tier.DEVICE: (device_working_bytes(needs), budgets.device or 0),
         }.get(short.tier, (0, short.have_bytes))
         if not beside:
             return short
-        work = "to update parameters" if needs.update_bytes or short.tier is Tier.DEVICE else ""
-        read = "to read weight files" if needs.in_place and short.tier is Tier.HOST else ""
-        why = " and ".join(filter(None, (work, read)))
+        on_device = short.tier is Tier.DEVICE
+        updates = needs.device_update_bytes if on_device else needs.update_bytes
+        uses = {
+            "to update parameters": updates,
+            "to read weight files": needs.in_place and not on_device,
+            "to pack activations": needs.packed_itemsize and on_device,
+        }
+        why = " and ".join(use for use, needed in uses.items() if needed)
         what = (
             f"{short.what.removesuffix(',')}, with {format_bytes(beside)} of working memory {why},"
         )

@@ -53,6 +53,7 @@ COUNTED = 1 << 60  # the first offset of places that are only counted
 
 
 SCALED_ELEMENTS, SCALE_BYTES = 128, 4  # of activations that are packed
+PACKED_SHARE = 0.6  # of activations; attention and masks take the rest of most layers
 
 
 PARTS_AT_ONCE = 4  # least number of parts of a saved storage that fit in host memory
@@ -98,8 +99,9 @@ class SavedRoom(NamedTuple):
         return [min(each, left - start) for start in range(0, left, each)] or [0]
 
     def below_bytes(self, nbytes: int) -> int:
-        """Return about the size on lower tiers of ``nbytes`` of activations."""
-        return packed_bytes(nbytes, self.itemsize)
+        """Return about the size on lower tiers of ``nbytes`` of activations, rather more."""
+        packed = int(nbytes * PACKED_SHARE) if self.itemsize else 0
+        return nbytes - packed + packed_bytes(packed, self.itemsize)
 
 
 def packed_bytes(nbytes: int, itemsize: int) -> int:

@@ -253,6 +253,7 @@ class ModuleHooks:
         if model is not None and self._forward_stack.begins_inside(model):
             return
         self._forward_stack.begin()
+        self.ran()
         if not torch_private.in_backward():
             self._loop.before_forward()
         self._trace.compute_resume("model")

@@ -6,6 +6,9 @@ OF_ACTIVATIONS: dict[tuple[str, str], str] = {
     ("offload/config.py", "activations='auto', 'host' or 'nvme', or leave it out"): (
         "tests/parity/test_packed_activations.py::test_policies_that_move_nothing_are_refused"
     ),
+    ("offload/blueprints.py", "moved; pass nvme= (a directory), or leave it out"): (
+        "tests/parity/test_packed_activations.py::test_formats_are_checked"
+    ),
     ("offload/config.py", "where they are; pass activations='host' or 'nvme'"): (
         "tests/parity/test_packed_activations.py::test_formats_are_checked"
     ),
