@@ -1,5 +1,5 @@
-"""Recomputation that may keep the outputs of attention, beside one of whole units, on machines
-drawn by a seed.  Compute is real, on one core; the links of ``sim`` have the drawn rates."""
+"""Compares recomputation that may keep the outputs of attention with that of whole units, on
+randomly drawn machines.  Compute is real, on one core; the links of ``sim`` have drawn rates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _train(model: Stack, optimizer: Any, shape: Shape, steps: int) -> list[float
 
 
 def draw(seed: int) -> Machine:
-    """By a seed, relative to the time of a step in memory, which is measured.
+    """Draw a machine, whose rates are relative to the measured time of a step in memory.
 
     A PCIe 4 link (25 GB/s) carries the activations of an 8 B model on an RTX 4090 in about 0.4 of
     the time of compute.
@@ -110,7 +110,8 @@ def measure(machine: Machine, *, parts: bool) -> Sample:
 
 
 def compared(seeds: int) -> Comparison:
-    """A row a seed: with parts of units over whole units, which are measured before and after."""
+    """Return a row per seed: the time with parts of units over that of whole units, which are
+    measured before and after it."""
     rows = []
     with _one_core():
         for seed in range(seeds):
@@ -136,7 +137,7 @@ def compared(seeds: int) -> Comparison:
         ("whole units", lambda r: number(statistics.mean(r.facts["whole_s"]), " s")),
         ("ratio", lambda row: number(row.ratio)),
         ("recomputed", lambda r: str(r.samples[0].seen["recomputed"])),
-        ("without attention", lambda r: str(r.samples[0].seen["keep_attention"])),
+        ("attention kept", lambda r: str(r.samples[0].seen["keep_attention"])),
         ("recomputed, whole", lambda r: str(r.samples[1].seen["recomputed"])),
     ]
     return Comparison(title, {"ratios": ratios}, rows, columns)

@@ -1,4 +1,4 @@
-"""Saved activations in packed blocks: 128 elements become an fp32 scale and a signed byte each.
+"""Packing of saved activations in blocks: an fp32 scale and 128 int8 codes.
 
 The scale is the largest magnitude of the block over 126, so an element changes by at most half a
 scale, ``max / 252``.  One that is rounded to zero keeps its sign, on which many operators depend
