@@ -170,5 +170,5 @@ def run(*, quick: bool, folder: Path) -> Outcome:
             compared(2 if quick else SEEDS),
         ]  # fmt: skip
         if not quick:
-            found.append(drawn_attention.compared(SEEDS))
+            found += [drawn_attention.compared(SEEDS), drawn_attention.planned(SEEDS)]
     return outcome("activations", found, folder)

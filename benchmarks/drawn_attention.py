@@ -1,5 +1,9 @@
 """Compares recomputation that may keep the outputs of attention with that of whole units, on
-randomly drawn machines.  Compute is real, on one core; the links of ``sim`` have drawn rates."""
+randomly drawn machines.
+
+Steps are measured with real compute, on one core, while the links of ``sim`` have drawn rates; and
+they are planned, for larger models on a real card.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +22,10 @@ import torch
 
 import overspill
 from overspill.engine import engine_of
+from overspill.facts.machine import Machine
 from overspill.planning import recompute
+from overspill.train.choices import model_for
+from overspill.train.skeletons import skeleton_adamw
 
 from .drawn_activations import Stack
 from .model import Shape, batch_of
@@ -26,11 +34,12 @@ from .runner import Row, Sample
 
 GOAL, BETTER, SHARE = 1.0, 0.95, 1 / 3
 SETTLED_STEPS, STEPS = 7, 3
+MACHINE_FILE = Path(__file__).parents[1] / "examples/machines/rtx4090.toml"
 KEPT_WIDTHS = 17  # tensors as wide as the model that autograd keeps of a layer
 
 
 @dataclass(frozen=True)
-class Machine:
+class Drawn:
     """A model, and budgets and rates for it."""
 
     shape: Shape
@@ -59,7 +68,7 @@ def _train(model: Stack, optimizer: Any, shape: Shape, steps: int) -> list[float
     return seconds
 
 
-def draw(seed: int) -> Machine:
+def draw(seed: int) -> Drawn:
     """Draw a machine, whose rates are relative to the measured time of a step in memory.
 
     A PCIe 4 link (25 GB/s) carries the activations of an 8 B model on an RTX 4090 in about 0.4 of
@@ -78,14 +87,14 @@ def draw(seed: int) -> Machine:
         h2d_bytes_s=link, d2h_bytes_s=link, dram_bytes_s=2e10, update_params_s=1e9,
         disk_read_bytes_s=link / 4, disk_write_bytes_s=link / 4,
     )  # fmt: skip
-    return Machine(shape, {
+    return Drawn(shape, {
         "device": "sim", "rates": rates, "durable": False, "activations": "auto",
         "device_memory": int(weights * 1.5 + kept * rng.uniform(0.25, 0.6)),
         "host_memory": int(weights * 6 + kept * rng.uniform(0.3, 1.2)),
     })  # fmt: skip
 
 
-def measure(machine: Machine, *, parts: bool) -> Sample:
+def measure(machine: Drawn, *, parts: bool) -> Sample:
     """Steps under ``"auto"``, once it has settled.
 
     Args:
@@ -125,9 +134,51 @@ def compared(seeds: int) -> Comparison:
             rows.append(
                 Row(f"{seed}", facts, (parts, *wholes), median_s=parts.seconds, ratio=ratio)
             )
+    return _comparison("Drawn machines", rows)
+
+
+def planned(seeds: int) -> Comparison:
+    """Return a row per seed: planned steps of language models on a card behind a PCIe 4 link."""
+    rng = random.Random(0)
+    machine = Machine.from_file(MACHINE_FILE)
+    rows = []
+    for _ in range(seeds):
+        name = rng.choice(["llama-1b", "llama-3b", "llama-8b"])
+        tokens, host = rng.choice([8, 16, 32, 64, 128]) << 10, rng.choice([32, 64, 128])
+        card = rng.choice([16, 24, 48])
+        found = []
+        for kept in (lambda *_: None, recompute._keep_attention):
+            model = model_for(name, None, None, tokens).to(torch.bfloat16)
+            with mock.patch.object(recompute, "_keep_attention", kept):
+                plan = overspill.plan(
+                    model, skeleton_adamw(model), machine=machine, tokens=tokens, loss="auto",
+                    tile="auto", device_memory=f"{card * 0.75}GB", host_memory=f"{host * 0.85}GB",
+                    nvme="/scratch", nvme_memory="1500GB",
+                )  # fmt: skip
+            assert plan.step_s is not None
+            saved = plan.detail.layout.saved
+            seen = {"recomputed": len(saved.recompute), "keep_attention": len(saved.keep_attention)}
+            found.append(Sample(plan.step_s, seen))
+        whole, parts = found
+        facts = {"tokens": tokens, "whole_s": [whole.seconds]}
+        ratio = parts.seconds / whole.seconds
+        rows.append(
+            Row(
+                f"{name}, {card} GB and {host} GB",
+                facts,
+                (parts, whole),
+                None,
+                parts.seconds,
+                ratio,
+            )
+        )
+    return _comparison("Planned steps on an RTX 4090 (PCIe 4) with drawn memory", rows)
+
+
+def _comparison(what: str, rows: list[Row]) -> Comparison:
     ratios = [row.ratio for row in rows if row.ratio is not None]
     title = (
-        f"Drawn machines: auto that may keep the outputs of attention over auto by whole units, at "
+        f"{what}: auto that may keep the outputs of attention over auto by whole units, at "
         f"most {max(ratios):.2f} (goal {GOAL}), at most {BETTER} in "
         f"{sum(r <= BETTER for r in ratios)} of {len(rows)} (goal {SHARE:.0%})"
     )
