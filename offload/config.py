@@ -250,13 +250,13 @@ class OffloadConfig:
                     f"{each.name}={getattr(self, each.name)!r} says how to train, but without an "
                     "optimizer nothing is trained; leave it out, or give an optimizer"
                 )
-        kept, packs = self.activations, self.activations_format is not None
-        if kept == "auto" and packs:
+        auto = self.activations == "auto"
+        if auto and self.activations_format is not None:
             raise ValueError(
                 "activations_format: without an optimizer, activations='auto' keeps all of them "
                 "where they are; pass activations='host' or 'nvme'"
             )
-        return replace(self, durable=False, activations="keep" if kept == "auto" else kept)
+        return replace(self, durable=False, activations="keep" if auto else self.activations)
 
     def left_bytes(self, tier: str) -> int:
         """Return the bytes that ``leave`` sets aside in ``"device"`` or ``"host"`` memory."""

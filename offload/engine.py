@@ -280,7 +280,7 @@ class Engine(Closeable):
             self._weights.require_gradients_unused()
 
     def gradients_dropped(self) -> None:
-        """Begin the micro-steps of a step anew: ``zero_grad`` has dropped all gradients."""
+        """Restart the micro-steps of this step, since ``zero_grad`` has dropped all gradients."""
         if not self.finished:
             self._loop.gradients_dropped()
 

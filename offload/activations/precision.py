@@ -58,7 +58,7 @@ class _Operator(threading.local, Generic[H]):
         clock: torch's sequence number for the next node.
         saved: the number of tensors that it has saved.
         exact: whether all of them are exact.
-        packed: those that are not, so far, with their handles.
+        packed: its other tensors so far, with their handles.
     """
 
     computing = False

@@ -68,8 +68,9 @@ def test_losses_are_nearly_those_of_activations_that_stay(tmp_path: Path) -> Non
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_200_steps(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Single steps may differ by more, where the loss falls fast."""
+    """A few steps, where the loss falls fast, differ by more than 1e-3."""
     differences = both(tmp_path, dtype, 200)
-    assert differences.abs().mean() < 1e-3
-    assert differences[-20:].mean().abs() < 1e-3
-    assert differences.abs().max() < 1e-2
+    assert differences.abs().max() < 2e-3
+    assert differences.mean().abs() < (2e-4 if dtype is torch.float32 else 4e-4)
+    if dtype is torch.float32:
+        assert (differences.abs() > 1e-3).sum() <= 1
