@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .cores import default_threads
-from .formats import BLOCK, GRANULES, MOMENT_DTYPES, scale_name
+from .formats import BLOCK, GRANULES, MOMENT_DTYPES, scale_name, split_master
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
@@ -189,3 +189,22 @@ def update(
         [*coefficients, *([0.0] * (COEFFICIENTS - len(coefficients)))],
     )
     return result
+
+
+def write_split_master(value: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Write the two halves of ``split_master`` to flat tensors, in one pass if it is on the CPU.
+
+    Args:
+        value: fp32, on the CPU.
+        upper: bf16, on any device.
+        lower: int16, on the CPU.
+    """
+    for name, tensor in (("value", value), ("upper", upper), ("lower", lower)):
+        check_flat(name, tensor, value.numel())
+    if NATIVE is None or upper.device.type != "cpu":
+        high, low = split_master(value)
+        upper.copy_(high)
+        lower.copy_(low)
+    else:
+        pointers = value.data_ptr(), upper.data_ptr(), lower.data_ptr()
+        NATIVE.split_master(*pointers, value.numel())

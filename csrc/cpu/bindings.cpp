@@ -151,6 +151,18 @@ void accumulate(std::uintptr_t to, std::uintptr_t from, int type, std::size_t nu
   parallel(tasks_of(numel), task);
 }
 
+void split_master(std::uintptr_t from, std::uintptr_t upper, std::uintptr_t lower,
+                  std::size_t numel) {
+  const nb::gil_scoped_release released;
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    kernels().split_master(address<const std::uint32_t>(from) + begin,
+                           address<std::uint16_t>(upper) + begin,
+                           address<std::uint16_t>(lower) + begin, std::min(kTask, numel - begin));
+  };
+  parallel(tasks_of(numel), task);
+}
+
 void unpack(UnpackFn kernel, const Packed& packed, std::size_t numel) {
   const nb::gil_scoped_release released;
   auto task = [&](std::size_t index) {
@@ -301,6 +313,7 @@ NB_MODULE(_native, m) {
   m.def("update", &update);
   m.def("sums_of_squares", &sums_of_squares);
   m.def("accumulate", &accumulate);
+  m.def("split_master", &split_master);
   m.def("unpack_nf4", &overspill::unpack_nf4);
   m.def("unpack_int8", &overspill::unpack_int8);
   m.def("pack_nf4", &overspill::pack_nf4);

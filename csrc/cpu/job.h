@@ -134,6 +134,8 @@ using UnpackFn = void (*)(const Packed& packed, std::size_t begin, std::size_t e
 // wrote are finite as stored.
 using UpdateFn = bool (*)(const Job& job, std::size_t begin, std::size_t end);
 using SumOfSquaresFn = double (*)(FloatType type, const void* data, std::size_t numel);
+using SplitMasterFn = void (*)(const std::uint32_t* from, std::uint16_t* upper,
+                               std::uint16_t* lower, std::size_t numel);
 using AccumulateFn = void (*)(float* to, FloatType type, const void* from, std::size_t numel);
 
 // One rule's kernels by the format of its moments; nullptr where it has none.
@@ -149,6 +151,7 @@ struct Kernels {
   int rule_count;
   SumOfSquaresFn sum_of_squares;
   AccumulateFn accumulate;
+  SplitMasterFn split_master;
   UnpackFn unpack_nf4;
   UnpackFn unpack_int8;
   PackFn pack_nf4;

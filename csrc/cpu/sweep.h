@@ -328,6 +328,17 @@ void accumulate(float* to, FloatType type, const void* from, std::size_t numel) 
   }
 }
 
+// The halves of fp32 values, as raw bits: split_master in optim/formats.py.
+void split_master(const std::uint32_t* from, std::uint16_t* upper, std::uint16_t* lower,
+                  std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) {
+    const std::uint32_t raw = from[i];
+    const bool nan = (raw & 0x7fffffffU) > 0x7f800000U;
+    upper[i] = static_cast<std::uint16_t>(nan ? (raw >> 16) | 0x40U : (raw + 0x8000U) >> 16);
+    lower[i] = static_cast<std::uint16_t>(raw);
+  }
+}
+
 template <class Rule>
 constexpr RuleKernels kernels_of() {
   static_assert(Rule::kMoments <= kMaxMoments);
@@ -342,9 +353,11 @@ constexpr RuleKernels kernels_of() {
 template <class... Rules>
 struct Table {
   static constexpr RuleKernels kRules[] = {kernels_of<Rules>()...};
-  static constexpr Kernels kKernels = {
-      ISA_NAME,     kRules,    sizeof...(Rules), &sum_of_squares,  &accumulate,        &unpack_nf4,
-      &unpack_int8, &pack_nf4, &pack_int8,       &pack_activation, &unpack_activation, &dequantise};
+  static constexpr Kernels kKernels = {ISA_NAME,        kRules,           sizeof...(Rules),
+                                       &sum_of_squares, &accumulate,      &split_master,
+                                       &unpack_nf4,     &unpack_int8,     &pack_nf4,
+                                       &pack_int8,      &pack_activation, &unpack_activation,
+                                       &dequantise};
 };
 
 const Kernels& kTable = All<Table>::kKernels;

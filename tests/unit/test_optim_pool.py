@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from overspill.optim import cores, kernels, native_isa, norm, set_threads, threads
-from overspill.optim.norm import accumulate, sum_of_squares, sums_of_squares
+from overspill.optim.formats import split_master
+from overspill.optim.norm import accumulate, sum_of_squares, sums_of_squares, sums_within
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
 from tests.patience import WAIT_S
 
@@ -167,6 +168,13 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
     grads = [next(gradients(numel, dtype, 1)) for numel in (5, 0, 2**22 + 11, 16384, 70_000)]
     for some in (grads, grads[:2], grads[3:]):  # by the pool, and by the caller alone
         assert sums_of_squares(some) == [norm._sum_in_torch(grad) for grad in some]
+    flat = torch.cat(grads)
+    for begin, end in ((0, 5), (0, 2), (3, 5)):
+        counts = [grad.numel() for grad in grads[begin:end]]
+        starts = [sum(g.numel() for g in grads[:n]) for n in range(begin, end)]
+        assert sums_within(flat, starts, counts) == sums_of_squares(grads[begin:end])
+    with pytest.raises(ValueError, match="ends behind"):
+        sums_within(flat, [flat.numel() - 4], [5])
     with pytest.raises(ValueError, match="one dtype"):
         sums_of_squares(
             [grad, grad.to(torch.bfloat16 if dtype is torch.float32 else torch.float32)]
@@ -177,6 +185,28 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
         assert not math.isfinite(sum_of_squares(grad))
         grad[778] = -math.inf
         assert not math.isfinite(sum_of_squares(grad))
+
+
+def test_split_master() -> None:
+    raw = torch.randint(
+        -(2**31), 2**31, (3 * 16384 + 77,), generator=torch.Generator().manual_seed(0)
+    )
+    value = raw.to(torch.int32).view(torch.float32)
+    special = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 0.0, 3.4028235e38, 1e-45])
+    value[: len(special)] = special
+    for numel in (0, 1, 31, value.numel()):
+        expected = [half.view(torch.int16) for half in split_master(value[:numel])]
+        for isa in isas():
+            kernels.NATIVE.set_isa(isa)
+            for count in (1, 2, 5):
+                set_threads(count)
+                upper = torch.full((numel,), 7.0, dtype=torch.bfloat16)
+                lower = torch.full((numel,), 7, dtype=torch.int16)
+                kernels.write_split_master(value[:numel], upper, lower)
+                assert torch.equal(upper.view(torch.int16), expected[0])
+                assert torch.equal(lower, expected[1])
+    with pytest.raises(ValueError, match="upper must have 8 elements"):
+        kernels.write_split_master(value[:8], upper, lower[:8])
 
 
 @pytest.mark.parametrize("dtype", GRADS)
