@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import partial
@@ -15,7 +14,8 @@ from ..movement.direct import DirectAccess
 from ..movement.packing import pack_param, unpack_param, unpack_unit
 from ..movement.pools import Arenas
 from ..optim import Noise
-from ..optim.formats import join_master, round_to_upper, split_master
+from ..optim.formats import join_master, round_to_upper
+from ..optim.kernels import write_split_master
 from ..optim.norm import sum_of_squares
 from ..optim.reference import load_moment, read_moment
 from ..optim.streamed import RECORD
@@ -23,25 +23,22 @@ from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import Chunk, ParamSpec, Subgroup, Unit
-
-log = logging.getLogger("overspill")
+from .exact_masters import (
+    BEFORE,
+    MASTERS,
+    any_nonzero,
+    flat_like,
+    keep_masters,
+    rounded,
+    value_before,
+    warn_if_lost,
+)
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
-MASTERS = ("master", "master_lo")
-BEFORE = "before"
 EditedParts = Mapping[
     int, Collection[int]
 ]  # by unit: the parameters whose weights are edited, or STATE for optimizer state
 STATE = -1
-
-
-def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy ``value`` to the CPU, flat, in the memory order of the parameter."""
-    flat = torch.empty(spec.numel, dtype=dtype, device="cpu")
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    flat.as_strided(spec.shape, spec.stride).copy_(value)
-    return flat
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -51,20 +48,6 @@ def is_finite(value: torch.Tensor) -> bool:
     if value.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return math.isfinite(sum_of_squares(value.reshape(-1)))  # one pass, without a temporary
     return bool(value.double().isfinite().all())
-
-
-# Note [Exact masters]
-# A bf16 or fp16 weight that is trained has an fp32 master: a ``master`` field, or, for bf16 only, a
-# ``master_lo`` with the 16 bits below the weight itself (``split_master``).  A user writes weights
-# in their own dtype, such as after ``state_dict()``, and most elements of such a write are
-# unchanged.  If all masters were set from the rounded values, every read and write back would lose
-# precision.  So ``Contents.load`` compares the new weight with what the old master rounds to, and
-# an element that is equal keeps its master.  A value in another dtype sets the master exactly.
-#
-# A module may have changed the weight in its memory, so that the old value is not there.  A
-# ``master`` field can be rounded to get it.  With ``master_lo`` the value has to be passed as
-# ``BEFORE``; without it all elements look unchanged and keep their low halves; see
-# ``_warn_if_lost``.
 
 
 class Contents:
@@ -90,7 +73,7 @@ class Contents:
     ) -> bool:  # fmt: skip
         """Write weights, masters and state of a unit's parameters.
 
-        See Note [Exact masters].
+        See Note [Exact masters] in ``exact_masters.py``.
 
         Args:
             unit: its index.
@@ -127,15 +110,15 @@ class Contents:
                 if values is None:
                     continue
                 weight = flat[spec.offset : spec.offset + spec.numel]
-                before = _before(spec, chunk, values, weight) if keeps else None
+                before = value_before(spec, chunk, values, weight) if keeps else None
                 new = self._load_param(chunk, spec, values, weight, names, first=first)
                 given = values.get("weight")  # a value in another dtype becomes the master itself
                 if before is not None and given is not None and given.dtype == before.dtype:
                     masters = masters or self._gather(unit, number, chunk, masters=True)
-                    same = _rounded(spec, masters, before).eq(weight.cpu())
+                    same = rounded(spec, masters, before).eq(weight.cpu())
                     if spec.index in unknown:
-                        _warn_if_lost(spec, masters, same)
-                    _keep_masters(spec, masters, same, new)
+                        warn_if_lost(spec, masters, same)
+                    keep_masters(spec, masters, same, new)
                 if chunk.group is not None:
                     finite &= all(is_finite(part) for part in (weight, *new.values()))
                     fields[spec.index] = new
@@ -196,7 +179,7 @@ class Contents:
                 stored = {name: value}
             else:
                 stored = {name: flat_like(spec, value, torch.float32)}
-            fields.update({k: part for k, part in stored.items() if not first or part.any()})
+            fields.update({k: part for k, part in stored.items() if not first or any_nonzero(part)})
         return fields
 
     @staticmethod
@@ -216,9 +199,12 @@ class Contents:
         if chunk.dtype != torch.bfloat16:
             weight.copy_(master.to(chunk.dtype))
             return {"master": master}
-        high, low = split_master(master)
-        weight.copy_(high)
-        return {"master": master} if "master" in names else {"master_lo": low}
+        if "master" in names:
+            weight.copy_(round_to_upper(master))
+            return {"master": master}
+        low = torch.empty(spec.numel, dtype=torch.int16, device="cpu")
+        write_split_master(master, weight, low)
+        return {"master_lo": low}
 
     def _load_state(
         self, unit: int, number: int, fields: Mapping[int, Mapping[str, torch.Tensor]], *,
@@ -240,12 +226,14 @@ class Contents:
             place = self._direct.place(item) if first else self._direct.bring(item)
             if first:
                 self._arenas.bytes_of(place).zero_()
-            record = self._record(place, subgroup)
+            # Later ones in a copy, so that an exception does not leave a part of them.
+            direct = first and place.tier is Tier.HOST
+            record = self._fields(place, subgroup) if direct else self._record(place, subgroup)
             for spec in specs:
                 self._load_record(subgroup, record, spec, fields[spec.index])
-            for field in subgroup.fields:
-                target = self._arenas.typed(place, field.offset, field.dtype, field.numel)
-                target.copy_(record[field.name])
+            if not direct:
+                for name, target in self._fields(place, subgroup).items():
+                    target.copy_(record[name])
             self._direct.store(item, first=first)
 
     @staticmethod
@@ -273,10 +261,11 @@ class Contents:
 
     def _record(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
         """Return copies of a record's fields on the CPU, by name."""
-        return {
-            f.name: self._arenas.typed(place, f.offset, f.dtype, f.numel).cpu().clone()
-            for f in subgroup.fields
-        }
+        return {name: t.cpu().clone() for name, t in self._fields(place, subgroup).items()}
+
+    def _fields(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
+        typed = self._arenas.typed
+        return {f.name: typed(place, f.offset, f.dtype, f.numel) for f in subgroup.fields}
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -433,52 +422,6 @@ def values_by_spec(
         return {"weight": value} if was is None else {"weight": value, BEFORE: was}
 
     return value_of
-
-
-def _before(
-    spec: ParamSpec, chunk: Chunk, values: Values, weight: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
-    """Return a weight's value from before this write."""
-    known = values.get(BEFORE)
-    return weight.cpu().clone() if known is None else flat_like(spec, known, chunk.dtype).cpu()
-
-
-def _rounded(
-    spec: ParamSpec, masters: Mapping[str, torch.Tensor], before: torch.Tensor
-) -> torch.Tensor:
-    """Return the old weight as its masters imply it, even if its memory was overwritten since.
-
-    With split masters the weight is their upper half, so only ``before`` has it.
-    """
-    if "master" not in masters:
-        return before
-    exact = masters["master"][spec.offset : spec.offset + spec.numel]
-    return round_to_upper(exact) if before.dtype == torch.bfloat16 else exact.to(before.dtype)
-
-
-def _keep_masters(
-    spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor,
-    fields: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
-    """Keep the masters of elements whose weight is unchanged (``same``): they are not rounded."""
-    for name in MASTERS:
-        if name in fields:
-            old = masters[name][spec.offset : spec.offset + spec.numel]
-            fields[name] = torch.where(same, old, fields[name])
-
-
-def _warn_if_lost(
-    spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor
-) -> None:  # fmt: skip
-    """Warn if a module changed a weight with a split master, and its old value was not kept."""
-    low = masters.get("master_lo")
-    if low is not None and same.all() and low[spec.offset : spec.offset + spec.numel].any():
-        log.warning(
-            "overspill: the module of %s changed this weight in place, and had not done so in its "
-            "first forward. No copy from before the change exists, so each changed element of the "
-            "fp32 master may be off by up to one bf16 rounding step; later changes are exact",
-            spec.name,
-        )
 
 
 def _part(
