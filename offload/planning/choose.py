@@ -164,6 +164,8 @@ def _best_needs(
 
     def try_out(tried: Needs, worth: float = WORTH) -> None:
         nonlocal best, best_s
+        if compute_s * needs.accumulate >= worth * best_s:
+            return  # compute alone takes too long for it to be chosen
         layout, _, shortfalls = make_layout(parts, budgets, tried)
         placed = layout.homes, layout.regions, layout.prefetch_depth, layout.visiting
         if shortfalls or placed in seen:
