@@ -17,7 +17,7 @@ from .facts.tier import Tier
 from .observe.export import save_trace
 from .paths import as_path
 from .planning.plan import Plan
-from .private import torch_private
+from .private import checkpoint_private
 from .private.reentrancy import refuse_reentry
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class EngineHandle:
                 model may have been added; drop them with ``zero_grad()`` to skip the step.
         """
         device = self._engine.device
-        drawn = torch_private.random_states(device)
+        drawn = checkpoint_private.random_states(device)
         for _ in range(MOST_TRIES - 1):
             try:
                 return run()
@@ -123,7 +123,7 @@ class EngineHandle:
                 raise error from torch.OutOfMemoryError(message)
             if not made:
                 raise torch.OutOfMemoryError(message)
-            torch_private.restore_random_states(drawn, device)
+            checkpoint_private.restore_random_states(drawn, device)
         return run()
 
     def make_room(self) -> bool:

@@ -19,6 +19,11 @@ from ..params.param_handle import known as handle_of
 from ..planning.partition import Partition
 from ..planning.products import CONV1D, TILED
 from ..private import checkpoint_private, torch_private
+from ..private.checkpoint_private import (
+    random_states,
+    restore_random_states,
+    same_random_states,
+)
 from .module_state import first_changed, set_modes, state_of
 from .precision import exact
 
@@ -210,13 +215,13 @@ class _TiledForward:
         self._checked = self._checked or self._shows_independence(x)
         if not self._checked:
             return whole(layer, *args, **kwargs)
-        before = torch_private.random_states(x.device)
+        before = random_states(x.device)
         made = _run_in_tiles(layer, partial(whole, layer), x)
-        if torch_private.same_random_states(before, torch_private.random_states(x.device)):
+        if same_random_states(before, random_states(x.device)):
             return made
         del made
         self._drew()
-        torch_private.restore_random_states(before, x.device)
+        restore_random_states(before, x.device)
         return whole(layer, *args, **kwargs)
 
     def _drew(self) -> None:
@@ -254,14 +259,14 @@ class _TiledForward:
         layer, tokens, whole = self._layer, _by_token(x.detach()), type(self._layer).forward
         some = tokens[:, : 2 * _tile_size(layer, tokens.shape[1])]
         half = some.shape[1] // 2
-        drawn, state = torch_private.random_states(x.device), state_of(layer)
+        drawn, state = random_states(x.device), state_of(layer)
         expected = whole(layer, some)
         if type(expected) is not torch.Tensor or expected.shape[:-1] != some.shape[:-1]:
             return self._refuse("does not return one tensor with its input's tokens")
         if (changed := first_changed(state, state_of(layer))) is not None:
             return self._refuse(f"changes {changed} when it runs")
-        if not torch_private.same_random_states(drawn, torch_private.random_states(x.device)):
-            torch_private.restore_random_states(drawn, x.device)
+        if not same_random_states(drawn, random_states(x.device)):
+            restore_random_states(drawn, x.device)
             self._drew()
             return False
         largest = expected.float().abs().amax()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -82,6 +82,8 @@ class GradientCollector:
         self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
         self._backward, self._backward_updates = backward, backward_updates
         self._transient, self._make_grad = transient, make_grad
+        # If nothing moves, the norms of all gradients are measured at once, which takes less time.
+        self._defers = self.executor.layout.still
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
         self.trained: list[tuple[int, ...]] = [
@@ -174,26 +176,26 @@ class GradientCollector:
         self._renew(index)
         self.arrived[index] = 1
         self.taken[index] = self.taken.get(index, 0) + 1
-        with torch_private.without_overrides():
-            p.grad = None
         if index not in self._wrappers:
             self._wrappers[index] = self._make_grad(index)
         elif sys.getrefcount(self._wrappers[index]) > 2:  # the user has kept the last one
             self._wrappers[index].gone = True
             self._wrappers[index] = self._make_grad(index)
-        with torch_private.without_overrides():
-            p.grad = self._wrappers[index]
+        torch_private.set_grad(p, self._wrappers[index])
 
     def _pending_of(self, unit: int) -> _Pending:
         """Return a unit's pending gradients; the calling thread's stream is about to add one."""
-        pending = self.pending.setdefault(unit, _Pending())
+        pending = self.pending.get(unit)
+        if pending is None:
+            pending = self.pending[unit] = _Pending()
         pending.streams.add(self.accelerator.stream())
         return pending
 
     def _renew(self, index: int) -> None:
         """Discard what is recorded about a parameter's earlier gradient."""
         self._ledger.renew(index)
-        del self.arrived[index], self.repeated[index]
+        self.arrived.pop(index, None)
+        self.repeated.pop(index, None)
         self.zeroed.discard(index)
         self._backward_updates.renew(index)
         self.torn.discard(index)
@@ -347,12 +349,19 @@ class GradientCollector:
         self.accelerator.join(pending.streams, made)
         self._gather(unit, pending, place, on_slot)
         in_place = on_slot and (not self._ledger.measures or place.tier is Tier.HOST)
-        if in_place and self._ledger.measures:
+        home = self.executor.layout.homes[unit].grad_place
+        if in_place and self._ledger.measures and not (self._defers and place == home):
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.compute.mark(place)
         self._onloaded_units.compute_over(unit)
         return on_slot, in_place
+
+    def measure(self, indices: Iterable[int]) -> None:
+        """Measure the norms of these delivered gradients that were not measured as they came."""
+        missing = [i for i in indices if i not in self._ledger.squares]
+        if missing and self._defers:
+            self._updater.measure_at_home(missing)
 
     def require_whole(self) -> None:
         """Raise if gradients of earlier micro-steps were lost; see ``Repeats.make_room``."""
@@ -370,8 +379,7 @@ class GradientCollector:
         """
         untaken = [index for indices in self.trained for index in indices if self._untaken(index)]
         for index in {*self.torn, *untaken}:
-            with torch_private.without_overrides():
-                self.parts.parameters[index].grad = None
+            torch_private.set_grad(self.parts.parameters[index], None)
             self._renew(index)
         self.repeated = Counter({i: n for i, n in self.arrived.items() if self.live(i)})
 
@@ -474,8 +482,7 @@ class GradientCollector:
         """Forget all gradients."""
         for indices in self.trained:
             for index in indices:
-                with torch_private.without_overrides():
-                    self.parts.parameters[index].grad = None
+                torch_private.set_grad(self.parts.parameters[index], None)
         self.pending.clear()
         self.zeroed.clear()
         self._backward_updates.drop()

@@ -209,6 +209,7 @@ class HeldGradients:
                 "update='backward' has applied these gradients before their norms were requested "
                 "for the first time; norms are computed from now on: ask after the next backward()"
             )
+        self._collector.measure(n for n in numbers if n not in self._collector.zeroed)
         found: list[float] = []
         for number in numbers:
             if number in self._collector.zeroed:

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from ..optimizer import OffloadedOptimizer
-from ..private import torch_private
+from ..private import checkpoint_private
 
 
 class Repeating(Trainer):
@@ -20,7 +20,7 @@ class Repeating(Trainer):
 
     _offloaded: OffloadedOptimizer | None
     # Of the step that runs: the batch that was prepared, and the random numbers then.
-    _batches: list[tuple[Any, torch_private.Random]] | None = None
+    _batches: list[tuple[Any, checkpoint_private.Random]] | None = None
 
     def training_step(self, *args: Any, **more: Any) -> torch.Tensor:
         offloaded = self._offloaded
@@ -43,8 +43,8 @@ class Repeating(Trainer):
         device = self.accelerator.device
         if self._batches:
             batch, drawn = self._batches[0]
-            torch_private.restore_random_states(drawn, device)
+            checkpoint_private.restore_random_states(drawn, device)
         else:
             batch = super()._prepare_inputs(inputs)
-            self._batches.append((batch, torch_private.random_states(device)))
+            self._batches.append((batch, checkpoint_private.random_states(device)))
         return copy.copy(batch)  # losses take entries out of it

@@ -18,7 +18,7 @@ from ..optim import Rule, StepScalars
 from ..optim.averaged import check_kept, is_reentrant
 from ..optim.coupled import CoupledRule
 from ..optim.formats import granule_of
-from ..optim.norm import accumulate, sums_of_squares
+from ..optim.norm import accumulate, sums_of_squares, sums_within
 from ..optim.rule import is_whole
 from ..optim.streamed import StreamedRule, share_scratch
 from ..planning.plan import host_grad_dtype
@@ -100,6 +100,12 @@ class Updater:
         self.grads = GradLayout(layout.units, accumulated)
         self._group_of = {
             s.index: chunk.group for u in layout.units for chunk in u.chunks for s in chunk.params
+        }
+        self._specs = {
+            spec.index: (unit.index, number, spec)
+            for unit in layout.units
+            for number, chunk in enumerate(unit.chunks)
+            for spec in chunk.params
         }
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         self._lock = threading.Lock()
@@ -209,10 +215,24 @@ class Updater:
         for number, chunk in enumerate(self.layout.units[unit].chunks):
             if chunk.group is not None:
                 flat = self._grads(unit, place, number)
-                grads = [flat[s.offset : s.offset + s.numel] for s in chunk.params]
-                sums = sums_of_squares(grads)
+                starts, counts = [s.offset for s in chunk.params], [s.numel for s in chunk.params]
+                sums = sums_within(flat, starts, counts)
                 measured = zip((s.index for s in chunk.params), sums, strict=True)
                 self.ledger.squares.update(measured)
+
+    def measure_at_home(self, indices: Iterable[int]) -> None:
+        """Measure the norms of gradients that lie in their homes, all in one pass."""
+        found: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+        for index in indices:
+            unit, number, spec = self._specs[index]
+            place = self.layout.homes[unit].grad_place
+            if place is not None:
+                flat = self._grads(unit, place, number)[spec.offset : spec.offset + spec.numel]
+                numbers, grads = found.setdefault(flat.dtype, ([], []))
+                numbers.append(index)
+                grads.append(flat)
+        for numbers, grads in found.values():
+            self.ledger.squares.update(zip(numbers, sums_of_squares(grads), strict=True))
 
     def _grads(self, unit: int, place: Place, number: int) -> torch.Tensor:
         dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]

@@ -477,8 +477,9 @@ class Simulation:
             self._protocol.await_gradients()
         self._protocol.finish_updates()
         trained = tuple(u.index for u in self.layout.units if u.trainable)
-        self._protocol.step(trained, background=update != "step", commit=commit)
-        if update == "step":
+        background = update != "step" and not self.layout.still
+        self._protocol.step(trained, background=background, commit=commit)
+        if not background:
             self._protocol.finish_updates()
             self._arrive(home.device_place for home in self.layout.homes)
 

@@ -1,4 +1,7 @@
-"""Private PyTorch interfaces of activation checkpointing, and of operators below autograd."""
+"""Private PyTorch interfaces of activation checkpointing, and of operators below autograd.
+
+Also the states of random number generators, which a second run of a forward restores.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,26 @@ def operator_argument(
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
     return None
+
+
+Random = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def random_states(device: torch.device) -> Random:
+    """Return the states of torch's random number generators on the CPU and on a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
+
+
+def same_random_states(one: Random, other: Random) -> bool:
+    """Return whether no numbers were drawn between two results of ``random_states``."""
+    device = one[1] is None or other[1] is None or torch.equal(one[1], other[1])
+    return device and torch.equal(one[0], other[0])
+
+
+def restore_random_states(states: Random, device: torch.device) -> None:
+    """Restore the result of ``random_states``."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -77,9 +77,8 @@ def saved_tensor_hooks_allowed() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
-def current_graph_task() -> int:
-    """Return the number of the backward pass that this thread runs, or -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
+# Returns the number of the backward pass that this thread runs, or -1 outside of one.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
@@ -149,6 +148,11 @@ def _is_compiled(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo")
 
 
+def in_tracing() -> bool:
+    """Return whether ``torch.compile`` makes a graph in this thread."""
+    return torch._guards.TracingContext.try_get() is not None  # type: ignore[attr-defined]
+
+
 def in_compiled_code() -> bool:
     """Return whether compiled code is among this thread's callers.
 
@@ -207,6 +211,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+_read_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return ``version_of`` for each tensor, faster."""
+    try:
+        return tuple(map(_read_version, tensors))
+    except RuntimeError:  # one is an inference tensor
+        return tuple(map(version_of, tensors))
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return all bytes of a storage as a flat uint8 tensor."""
     made = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -230,45 +245,40 @@ def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-Random = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def random_states(device: torch.device) -> Random:
-    """Return the states of torch's random number generators on the CPU and on a device."""
-    if device.type == "cpu":
-        return torch.get_rng_state(), None
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
-
-
-def same_random_states(one: Random, other: Random) -> bool:
-    """Return whether no numbers were drawn between two results of ``random_states``."""
-    device = one[1] is None or other[1] is None or torch.equal(one[1], other[1])
-    return device and torch.equal(one[0], other[0])
-
-
-def restore_random_states(states: Random, device: torch.device) -> None:
-    """Restore the result of ``random_states``."""
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
 def post_accumulate_hooks(p: torch.Tensor) -> int:
     """Return the number of post-accumulate hooks of a parameter."""
     with without_overrides():
         return len(p._post_accumulate_grad_hooks or ())
 
 
-def without_overrides() -> AbstractContextManager[object]:
-    """Return a context that disables ``__torch_function__`` of tensor subclasses."""
-    guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
-    return guard
+# Returns a context that disables ``__torch_function__`` of tensor subclasses.
+without_overrides: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
 
 
 def grad_of(p: torch.Tensor) -> torch.Tensor | None:
     """Return ``p.grad`` without a call of the parameter's class, which would cost more."""
     with without_overrides():
-        return p.grad
+        found: torch.Tensor | None = _get_grad(p)
+        return found
+
+
+_get_grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def set_grad(p: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set ``p.grad`` without a call of the parameter's class."""
+    with without_overrides():
+        _set_grad(p, grad)
+
+
+def drop_grads(params: Iterable[torch.Tensor]) -> None:
+    """Set ``p.grad`` to ``None``, as ``Optimizer.zero_grad`` does."""
+    with without_overrides():
+        for p in params:
+            if _get_grad(p) is not None:
+                _set_grad(p, None)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -385,8 +395,7 @@ def joins_uneven(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
 def outdate(params: Iterable[torch.Tensor]) -> None:
     """Make graphs that saved these parameters themselves raise in backward."""
     with without_overrides():
-        for p in params:
-            torch.autograd.graph.increment_version(p)
+        torch.autograd.graph.increment_version(list(params))
 
 
 def make_wrapper(
@@ -472,6 +481,8 @@ def without_grad(function: F) -> F:
 
     @functools.wraps(function)
     def quietly(*args: Any, **more: Any) -> Any:
+        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return function(*args, **more)
         guard: Any = nullcontext()
         try:
             guard = torch._C._InferenceMode(False)  # restores the grad mode too

@@ -273,6 +273,17 @@ class Layout:
         """By unit, whether any unit onloaded with it is not resident."""
         return tuple(not all(self.homes[u].resident for u in group) for group in self.together)
 
+    @cached_property
+    def still(self) -> bool:
+        """Whether nothing moves: compute and updates share all memory, and the processor's cores.
+
+        Then updates behind the forward would only take cores away from it, so ``step()`` waits for
+        them in every update mode.
+        """
+        state = (tier for home in self.homes for tier in home.state)
+        moves = self.has_device or self.durable or any(self.streamed)
+        return not moves and all(tier is Tier.HOST for tier in state)
+
     # -- by item --------------------------------------------------------------------------------
 
     @cached_property

@@ -36,7 +36,8 @@ class Stepping:
 
     - ``step``: all updates run inside ``step()``.
     - ``backward``: a unit is updated as soon as its gradients are there.
-    - ``next_forward``: updates run behind the next forward, unit by unit.
+    - ``next_forward``: updates run behind the next forward, unit by unit; if nothing moves, they
+      run inside ``step()`` too.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Stepping:
             compute_coupled: see ``CoupledSteps.compute``.
         """
         self._config, self._groups = blueprint.config, groups
-        self._judges, self._background = blueprint.judges, blueprint.update != "step"
+        self._judges = blueprint.judges
+        self._background = blueprint.update != "step" and not blueprint.layout.still
         self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
         self._backward, self._resident_guard, self._update_waiter = (
             backward,
@@ -210,6 +212,7 @@ class Stepping:
             return 1.0
         self._protocol.await_gradients()
         indices = [i for present in units.values() for i in present]
+        self._collector.measure(indices)
         total = self._ledger.global_norm(indices)
         if not math.isfinite(total):
             bad = [i for i in indices if not math.isfinite(self._ledger.total_norm([i]))]

@@ -10,7 +10,7 @@ import torch
 
 import overspill
 from overspill.schedule.messages import Await, AwaitUpdate, GradRoom, Need, Signal, Step, Until
-from tests.devices import SIM, link
+from tests.devices import NAME, SIM, link
 from tests.models import TinyLM, adamw, batch
 
 
@@ -67,7 +67,7 @@ def test_what_is_at_hand_is_not_asked_for(
     update: str, where: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients that stay where they are gathered need no room; weights that stay are waited for,
-    unit by unit, only while their updates may still run."""
+    unit by unit, only while their updates may still run: not where nothing moves."""
     torch.manual_seed(0)
     model = TinyLM(depth=6)
     with overspill.wrap(
@@ -96,4 +96,6 @@ def test_what_is_at_hand_is_not_asked_for(
     kinds = [type(signal) for signal in asked]
     settled = [s for s in asked if isinstance(s, Await) and s.until is Until.ARRIVED]
     assert GradRoom not in kinds and len(settled) == kinds.count(Step) == 1
-    assert (AwaitUpdate in kinds) == (update == "next_forward") and Need not in kinds
+    assert executor.layout.still == (not where and not NAME)
+    assert (AwaitUpdate in kinds) == (update == "next_forward" and not executor.layout.still)
+    assert Need not in kinds
