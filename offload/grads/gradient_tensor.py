@@ -85,8 +85,14 @@ class OffloadedGradient(torch.Tensor):
         return array
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage over a copy; writes to it change the gradient."""
+        """Return a storage over a copy; writes to it change the gradient.
+
+        While ``torch.compile`` describes a parameter, and with it the gradient, it is one without
+        memory.
+        """
         _refuse_gone(self)
+        if torch_private.in_tracing():
+            return torch.UntypedStorage(self.numel() * self.element_size(), device="meta")
         plain = self.access().borrow(self.number)
         self.access().lend(self.number, plain)
         memory = torch_private.bytes_of(plain.untyped_storage())

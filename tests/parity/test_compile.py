@@ -96,3 +96,62 @@ def test_a_graph_of_several_units_is_refused_with_what_to_do(tmp_path: Path) -> 
         pytest.raises(Exception, match=r"overspill moves weights.*leave fullgraph=True out"),
     ):
         compiled(*batch(0))
+
+
+LENGTHS = ((16, 9, 24), (16, 30, 9), (24, 5, 16))  # of the micro-batches of three steps
+TIGHT = {"device": SIM, "device_memory": "900KiB", "host_memory": "1500KiB"}
+EVERYWHERE = {
+    "here": {"device": "cpu", "host_memory": "20MiB"},
+    "streamed": {"device": SIM, **STREAMED},
+    "in backward": {**TIGHT, "update": "backward", "accumulate": 3},
+    "host": {**TIGHT, "activations": "host"},
+    "recompute": {**TIGHT, "activations": "recompute"},
+}
+
+
+def changing_lengths(
+    compiled: Callable[[TinyLM], torch.nn.Module], options: dict[str, Any] | None = None
+) -> tuple[list[float], list[int]]:
+    """The losses of steps and evaluations, and how often was compiled until the end of each."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    torch.manual_seed(0)
+    model = TinyLM()
+    inner = optimizer = adamw(model)
+    if options is None:
+        optimizer = plainly(optim.AdamW, inner.param_groups)
+    else:
+        optimizer = overspill.wrap(model, inner, **options)
+    losses, counts, function = [], [], compiled(model)
+    for step, lengths in enumerate(LENGTHS):
+        for micro, length in enumerate(lengths):
+            tokens, targets = batch(3 * step + micro, length=length)
+            loss = function(tokens, targets)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(function(*batch(step, length=12))))
+        model.train()
+        counts.append(len(get_compilation_metrics()))
+    if options is not None:
+        optimizer.close()
+    return losses, counts
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("compiled", [blocks, in_place])
+def test_lengths_may_change_while_gradients_are_held(
+    compiled: Callable[[TinyLM], torch.nn.Module], where: str, tmp_path: Path
+) -> None:
+    plain, usual = changing_lengths(compiled)
+    disk = {} if where == "here" else {"nvme": tmp_path}
+    losses, counts = changing_lengths(compiled, {**EVERYWHERE[where], **disk})
+    assert losses == plain
+    # Of the whole model, each piece between units is compiled alone.
+    assert counts[0] == counts[-1], "nothing is compiled again"
+    assert compiled is in_place or counts == usual
