@@ -1,11 +1,12 @@
 """What wrapping itself costs: a model that fits, wrapped with everything resident, beside itself.
 
-All arms run in this process and take turns; wrapping a model whose state goes to disk is timed
-beside it.
+All arms run in this process and take turns.  The gain of ``torch.compile`` is measured without and
+with the engine, and wrapping a model whose state goes to disk is timed beside it.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -91,6 +92,50 @@ def resident(shape: Shape, rounds: int, steps: int) -> Comparison:
     )
 
 
+def compiled(shape: Shape, rounds: int, steps: int) -> Comparison:
+    """What ``torch.compile`` of each block gains, without the engine and with it.
+
+    The table has the gain: the time over that of the same arm without ``torch.compile``, round by
+    round.
+    """
+    arms, wrapped = [], []
+    for engine in (False, True):
+        for fast in (False, True):
+            model = _model(shape)
+            optimizer: torch.optim.Optimizer = AdamW(model.parameters())
+            if engine:
+                adamw = torch.optim.AdamW(model.parameters())
+                optimizer = overspill.wrap(model, adamw, device="cpu", host_memory="2GiB")
+                wrapped.append(optimizer)
+            if fast:
+                for block in model.blocks:
+                    block.compile()
+            name = f"{'wrapped' if engine else 'not wrapped'}{', compiled' if fast else ''}"
+            arms.append(_train(name, model, optimizer, shape, steps))
+    try:
+        rows = run_interleaved(arms, rounds)
+    finally:
+        for each in wrapped:
+            each.close()
+    eager = {row.name: row for row in rows}
+
+    def gain(row: Row) -> str:
+        usual = eager[row.name.removesuffix(", compiled")]
+        pairs = zip(row.samples, usual.samples, strict=True)
+        return number(statistics.median(one.seconds / other.seconds for one, other in pairs))
+
+    columns: list[Column] = [
+        ("step", lambda row: number(row.median_s, " s")),
+        ("over eager", gain),
+        ("over the first", spread),
+        ("others", others),
+    ]
+    return Comparison(
+        f"torch.compile of each block, {shape.tokens_per_step} tokens", {"steps": steps}, rows,
+        columns,
+    )  # fmt: skip
+
+
 def wrapping(shape: Shape, rounds: int) -> Comparison:
     """Seconds that ``wrap`` takes, weights and zeroed state on disk."""
     params = parameters(shape)
@@ -125,6 +170,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
     """Runs the suite."""
     comparisons = [
         resident(SMALL if quick else FITS, 2 if quick else ROUNDS, 1 if quick else 2),
+        compiled(SMALL if quick else FITS, 2 if quick else ROUNDS // 2, 1 if quick else 2),
         wrapping(SMALL if quick else GPT_311M, 2 if quick else 3),
     ]
     return outcome("overhead", comparisons, folder)

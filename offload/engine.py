@@ -448,9 +448,8 @@ class Engine(Closeable):
         self.quiesce()  # also ends a `materialized` block that an exception interrupted
         units = range(len(self.runtime.parts.units))
         values = self._weights.read_all(units)
-        with torch_private.without_overrides():
-            for p in self.parameters:
-                p.grad = None
+        for p in self.parameters:
+            torch_private.set_grad(p, None)
         self._onloaded_units.give_away(values, units)
         buffers_private.give_back(self.model)
         self.let_go()

@@ -85,6 +85,7 @@ class Loop:
         That is after ``close``, after a failure, in ``materialized`` and ``averaged``, and in a
         thread other than the training thread.
         """
+        self._resident_guard.prepared.clear()
         self._materializing.require_ended()
         self._averages.require_ended()
         self._executor.health.check()
@@ -129,6 +130,7 @@ class Loop:
 
     def before_forward(self) -> None:
         """Prepare for a forward of the whole model, outside of any backward."""
+        self._resident_guard.prepared.clear()
         self._trainer.claim()
         self._before_use()
         self._direct.finish()
@@ -160,6 +162,18 @@ class Loop:
             self._end_writes()
         self._onloaded_units.will_run(unit)
         self._resident_guard.show(unit)
+        if not in_backward():
+            self._resident_guard.prepared[unit] = torch.is_grad_enabled()
+
+    def catch_up_again(self, unit: int) -> None:
+        """Call ``catch_up``, unless nothing can have changed since the last call for this unit."""
+        before = self._resident_guard.prepared.get(unit)
+        if before is not torch.is_grad_enabled() or in_backward() or self._weights.lent():
+            self.catch_up(unit)
+        else:
+            self.require()
+            self._trainer.claim()
+            self._onloaded_units.use_here(self._onloaded_units.groups[unit])
 
     def _end_writes(self) -> None:
         """Wait until memory that compute uses is written to disk.
@@ -179,6 +193,7 @@ class Loop:
 
     def backward_begins(self) -> None:
         """Prepare for a backward, when its first graph task begins."""
+        self._resident_guard.prepared.clear()
         self._before_use()
         self._direct.finish()
         self._weights.reconcile()

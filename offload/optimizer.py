@@ -101,7 +101,11 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
             OffloadError: ``update="backward"`` has applied them, and no step was taken since.
         """
         self._engine.require_gradients_unused()
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            for group in self.param_groups:
+                torch_private.drop_grads(group["params"])
+        else:
+            super().zero_grad(set_to_none=False)
         if len(self.all_optimizers) == 1:
             self._engine.gradients_dropped()
 

@@ -11,7 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from ..private import torch_private
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from .precision import Precision
-from .untracked_activations import UntrackedActivations, UntrackedStep
+from .untracked_activations import UntrackedActivations, UntrackedForward, UntrackedStep
 
 log = logging.getLogger("overspill")
 
@@ -167,11 +168,25 @@ class SavedTensorOffloader:
             self._look()
         if self.resting.rest is None:
             return None
-        rest = self.resting.take(t.nbytes)
+        return self._take_untracked(t.nbytes)
+
+    def _take_untracked(self, nbytes: int) -> UntrackedStep | None:
+        rest = self.resting.take(nbytes)
         if rest is None and not self._executor.health.ended:
             aside = self.resting.aside_bytes
             self._store.turn(torch_private.in_backward(), self._room_bytes, aside)
         return rest
+
+    def begin_forward(
+        self, args: Iterable[Any], kwargs: Mapping[str, Any]
+    ) -> UntrackedForward | None:
+        """Begin a forward of the whole model; see ``UntrackedActivations.begin``."""
+        return None if self.precision is not None else self.resting.begin(args, kwargs)
+
+    def end_forward(self, forward: UntrackedForward) -> None:
+        """Count what a forward of the whole model has saved without hooks."""
+        if nbytes := self.resting.end(forward):
+            self._take_untracked(nbytes)
 
     @property
     def _room_bytes(self) -> int:

@@ -104,6 +104,14 @@ class SavedTensors:
         self._held: list[weakref.ref[_Held]] = [weakref.ref(_Held())] * len(versions)
         self._lock = threading.Lock()
 
+    def by_handles(self, unit: int) -> bool:
+        """Return whether graphs must hold the unit's weights by handles.
+
+        They must if the weights move, or if the unit's module changes them in place when it runs.
+        """
+        units = self._onloaded_units
+        return units.streamed[unit] or units.changed_before(unit)
+
     def packing(self, outer: Hooks | None) -> _Packing:
         """Return the pack hook; ``outer``: the pair of hooks that encloses this engine's."""
         return _Packing(self, outer)

@@ -3,9 +3,123 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..private import torch_private
 
 MARGIN = 1.25  # times what the largest step saved is set aside
 SHARE = 2  # at most ``1 / SHARE`` of the room is set aside
+MOST_SHAPES = 64  # inputs whose saved bytes are remembered
+MOST_PARTS = 64  # of inputs that are looked at
+RECOUNT = 32  # forwards, of which one is counted
+
+# Note [Forwards without saved-tensor hooks]
+# Hooks cost time for each tensor that autograd saves, even if they only count it. In an untracked
+# step, inputs of the same shapes usually save the same bytes. So hooks count the first forward of
+# the whole model with inputs of some shapes. A later one installs no hooks around the model and
+# around units that never move; it is charged what the first one has saved. Inputs that are smaller
+# in every dimension are charged like the larger ones.
+#
+# What a forward saves may depend on other things too. If the number of its graph nodes differs, or
+# its units return more, all shapes are forgotten, and hooks count the next forward. If more units
+# run, hooks count these. Every ``RECOUNT``-th forward is counted in any case. Units run with hooks
+# until these have counted a first tensor, because what counts it holds the step: so a graph that
+# is kept is noticed.
+#
+# Autograd then saves weights of resident units themselves, as it does with ``activations="keep"``:
+# updates increment their versions, so a stale graph raises. Hooks stay on units whose weights
+# graphs must hold by handles (``SavedTensors.by_handles``).
+
+Shapes = tuple[Any, ...]
+
+
+def shapes_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Shapes | None:
+    """Return what of a model's inputs determines how much its forward saves.
+
+    ``None``: it is not known, because there are inputs of other types than usual, or too many.
+    """
+    found: list[Any] = [torch.is_grad_enabled()]
+    known = _look(args, found) and _look(kwargs, found)
+    return tuple(found) if known and any(type(each) is tuple for each in found) else None
+
+
+def _look(value: Any, found: list[Any]) -> bool:
+    """Add the shapes in ``value`` to ``found``; return false if they are not known."""
+    if len(found) > MOST_PARTS:
+        return False
+    if isinstance(value, torch.Tensor):
+        found.append((value.dtype, *value.shape))
+        return torch_private.has_memory(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        found.append(value)
+        return True
+    found.append(len(value) if isinstance(value, list | tuple | Mapping) else None)
+    if isinstance(value, list | tuple):
+        return all(_look(each, found) for each in value)
+    if isinstance(value, Mapping):
+        found.extend(value)
+        return all(_look(each, found) for each in value.values())
+    return False
+
+
+def _at_most(some: Shapes, others: Shapes) -> bool:
+    """Return whether shapes are smaller than others in every dimension, or equal."""
+    return len(some) == len(others) and all(
+        a == b
+        or (
+            type(a) is type(b) is tuple
+            and len(a) == len(b)
+            and a[0] == b[0]
+            and all(m <= n for m, n in zip(a[1:], b[1:], strict=True))
+        )
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+class Saves(NamedTuple):
+    """What a forward has saved and done.
+
+    Attributes:
+        nbytes: saved by autograd.
+        nodes: graph nodes made.
+        elements: of the tensors that its units have returned.
+        units: runs of units.
+    """
+
+    nbytes: int
+    nodes: int
+    elements: int
+    units: int
+
+
+class UntrackedForward:
+    """A forward of a whole model in an untracked step.
+
+    Attributes:
+        known: what a forward of these inputs saves; ``None``: hooks count it.
+        elements: as in ``Saves``, so far.
+        units: as in ``Saves``, so far.
+    """
+
+    __slots__ = ("_clock", "_left", "elements", "known", "shapes", "step", "units")
+
+    def __init__(self, shapes: Shapes, known: Saves | None, step: UntrackedStep) -> None:
+        self.shapes, self.known, self.step = shapes, known, step
+        self.elements = self.units = 0
+        self._left, self._clock = step.left, torch_private.graph_clock()
+
+    def counted(self) -> Saves:
+        """Return what hooks have counted since it began, and what it has done."""
+        nodes = torch_private.graph_clock() - self._clock
+        return Saves(self._left - self.step.left, nodes, self.elements, self.units)
+
+    @property
+    def held(self) -> bool:
+        """Whether its graph holds the step."""
+        return self._left > self.step.left
 
 
 class UntrackedStep:
@@ -43,6 +157,8 @@ class UntrackedActivations:
         self._last: weakref.ref[UntrackedStep] | None = None
         self._most = 0  # the most that was ever set aside
         self.share = 1.0
+        self._saves: dict[Shapes, Saves] = {}
+        self._uncounted = 0  # forwards since the last one that hooks have counted
 
     def take(self, nbytes: int) -> UntrackedStep | None:
         """Count bytes that stay untracked, and return what they must hold.
@@ -55,6 +171,52 @@ class UntrackedActivations:
             if rest.left < 0:
                 rest = self.rest = None
         return rest
+
+    def begin(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> UntrackedForward | None:
+        """Begin a forward of the whole model; ``None``: it is tracked, or its inputs are unusual.
+
+        See Note [Forwards without saved-tensor hooks].
+        """
+        if self.rest is None or (shapes := shapes_of(args, kwargs)) is None:
+            return None
+        known = self._saves.get(shapes)
+        if known is None:
+            larger = [saves for each, saves in self._saves.items() if _at_most(shapes, each)]
+            known = min(larger, default=None)
+        if known is not None and known.nbytes > self.rest.left:
+            known = None  # hooks track what is too much
+        self._uncounted += 1
+        if known is None or self._uncounted >= RECOUNT:
+            known, self._uncounted = None, 0
+        return UntrackedForward(shapes, known, self.rest)
+
+    def without_hooks(self, forward: UntrackedForward) -> bool:
+        """Return whether the unit that a forward now runs needs no hooks."""
+        known = forward.known
+        usual = known is not None and forward.units <= known.units
+        return usual and forward.held and forward.step is self.rest
+
+    def end(self, forward: UntrackedForward) -> int:
+        """Return the bytes that a forward has saved without being counted."""
+        counted, known = forward.counted(), forward.known
+        if forward.step is not self.rest:  # hooks have counted more than there is room for
+            if known is not None:
+                self._saves.clear()
+            return 0
+        if known is None:
+            if len(self._saves) >= MOST_SHAPES:
+                self._saves.clear()
+            before = self._saves.get(forward.shapes)
+            if before is not None and before[1:] == counted[1:]:  # some inputs may save more
+                counted = max(before, counted)
+            self._saves[forward.shapes] = counted
+            return 0
+        more = 1.0
+        if counted.nodes != known.nodes or counted.elements > known.elements:
+            self._saves.clear()
+            nodes = counted.nodes / max(1, known.nodes)
+            more = max(more, nodes, counted.elements / max(1, known.elements))
+        return max(0, int(more * known.nbytes) - counted.nbytes)
 
     def backward_begins(self, saved_bytes: int) -> int:
         """Return roughly how many untracked bytes autograd holds.

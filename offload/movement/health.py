@@ -16,6 +16,19 @@ _READ = (
 )
 
 
+class _Process:
+    """The current process.  Asking the system for its id each time would cost a system call."""
+
+    pid = os.getpid()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_Process.renew)
+
+
 class Health:
     """Whether one engine works, has failed, is being closed, or is closed.
 
@@ -36,7 +49,7 @@ class Health:
         self.closed = False
         self._raised = False  # the error was raised once, to some caller
         self._closer: int | None = None  # the thread that closes the engine
-        self._owner = os.getpid()
+        self._owner = _Process.pid
 
     @property
     def failed(self) -> bool:
@@ -50,7 +63,7 @@ class Health:
     @property
     def forked(self) -> bool:
         """Whether this process is a fork, without the engine's threads and files."""
-        return os.getpid() != self._owner
+        return _Process.pid != self._owner
 
     def fail(self, error: BaseException) -> None:
         """Record the first error. Thread-safe."""
@@ -102,7 +115,7 @@ class Health:
         Raises:
             OffloadError: the engine has failed, is closed, or is not this thread's or process's.
         """
-        if self.forked:
+        if _Process.pid != self._owner:
             raise LifecycleError(
                 "this process was forked from the one that wrapped the model, and has neither its "
                 "threads nor its files; use the model in the parent, or wrap one here"
@@ -114,7 +127,7 @@ class Health:
                 f"the engine is closed, and its weights are released; build the model again{kept} "
                 "(overspill.unwrap(model) before close() keeps them)"
             )
-        if self.closed_elsewhere:
+        if self._closer is not None and self.closed_elsewhere:
             raise LifecycleError(
                 "the engine is being closed by another thread, or a signal handler"
             )

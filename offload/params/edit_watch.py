@@ -78,7 +78,7 @@ class EditWatch:
 
     def _versions(self, unit: int) -> tuple[int, ...]:
         with torch_private.without_overrides():  # reading a hidden one would ask its class
-            return tuple(map(torch_private.version_of, self._params[unit]))
+            return torch_private.versions_of(self._params[unit])
 
     def _written(self, unit: int, before: tuple[int, ...]) -> list[int]:
         """Return the positions of parameters written since ``before``; none if it is empty."""
@@ -145,6 +145,12 @@ class EditWatch:
         changed them when it last ran.
         """
         return unit not in self._ran or not self._changing.isdisjoint(group)
+
+    def changed_before(self, group: Iterable[int]) -> bool:
+        """Return whether the modules of these units have changed their weights in any run."""
+        return bool(self._known) and any(
+            spec.index in self._known for unit in group for spec in self._specs[unit]
+        )
 
     def will_run(self, unit: int) -> None:
         """Record that a unit runs now."""

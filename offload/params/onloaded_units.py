@@ -93,7 +93,7 @@ class OnloadedUnits:
         for unit in units:
             self._unit_params.manage(unit, access)
             if self._visible[unit]:
-                self._show(unit)
+                self.resume(unit)
             else:
                 self._unit_params.hide(unit)
 
@@ -144,11 +144,6 @@ class OnloadedUnits:
         assert place is not None, f"unit {unit} is not in memory"
         return place
 
-    def _show(self, unit: int) -> None:
-        onloaded = self.current[unit]
-        assert onloaded is not None
-        self._unit_params.show(unit, onloaded.views)
-
     def suspend(self, unit: int) -> None:
         """Copy changes made to a unit's weights, and hide them until ``resume``."""
         self._edits.look_while_shown(unit, partial(self._join, unit))
@@ -162,7 +157,9 @@ class OnloadedUnits:
     def resume(self, unit: int) -> None:
         """Show the weights of a unit again."""
         self._visible[unit] = True  # first, so that ``reset`` finds it after an exception
-        self._show(unit)
+        onloaded = self.current[unit]
+        assert onloaded is not None
+        self._unit_params.show(unit, onloaded.views)
 
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
         """Make graphs that saved these parameters themselves fail in backward: weights change.
@@ -211,6 +208,10 @@ class OnloadedUnits:
         if self.accelerator.has_device_memory:
             return False
         return self._edits.may_change(unit, self.groups[unit])
+
+    def changed_before(self, unit: int) -> bool:
+        """Return whether a unit's module has changed its weights in any run."""
+        return self._edits.changed_before(self.groups[unit])
 
     def will_run(self, unit: int) -> None:
         """Record that a unit runs now; see ``EditWatch.will_run``."""

@@ -83,7 +83,7 @@ class ParamHandle:
     and pickles are ordinary parameters.
     """
 
-    __slots__ = ("_access", "_hidden", "_shown", "_spec", "given", "plain")
+    __slots__ = ("_access", "_at", "_hidden", "_shown", "_spec", "given", "plain")
 
     def __init__(
         self, p: nn.Parameter, spec: ParamSpec, access: WeightAccess, shown: type, hidden: type
@@ -98,6 +98,7 @@ class ParamHandle:
         self._shown, self._hidden = _mixed(self.plain, shown), _mixed(self.plain, hidden)
         self._access = weakref.ref(access)
         self.given = False  # the parameter was given away, or is about to be
+        self._at: torch.Tensor | None = None  # what it points at, if that is known
         _MANAGED[p] = self
 
     @property
@@ -126,8 +127,8 @@ class ParamHandle:
         """Point the parameter at its weights, which are in place."""
         if self.given:
             return
-        with torch_private.without_overrides():  # else the data of a hidden one cannot be set
-            _set_data(p, weights)
+        if self._at is not weights:
+            self._point(p, weights)
         p.__class__ = self._shown
 
     def hide(self, p: nn.Parameter, stub: torch.Tensor) -> None:
@@ -135,12 +136,18 @@ class ParamHandle:
         if self.given:
             return
         p.__class__ = self._hidden
-        with torch_private.without_overrides():
-            _set_data(p, stub)
+        if self._at is not stub:  # resident ones have the same data, shown and hidden
+            self._point(p, stub)
+
+    def _point(self, p: nn.Parameter, memory: torch.Tensor) -> None:
+        self._at = None
+        with torch_private.without_overrides():  # else the data of a hidden one cannot be set
+            _set_data(p, memory)
+        self._at = memory
 
     def release(self, p: nn.Parameter, weights: torch.Tensor) -> None:
         """Make the parameter an ordinary one again; a second call does nothing."""
-        self.given = True
+        self.given, self._at = True, None
         if managed(p) is self:
             p.__class__ = self.plain
             _set_data(p, weights)

@@ -34,6 +34,9 @@ class ResidentParamGuard:
         )
         self._late: set[int] = set()  # resident units that are hidden, at least in part
         self._suspended: set[int] = set()  # those of them that are hidden completely
+        # Units that modules were prepared to read since the last event, and whether gradients were
+        # enabled then.
+        self.prepared: dict[int, bool] = {}
 
     def name_of(self, unit: int) -> str:
         """Return the unit's name."""
@@ -71,6 +74,7 @@ class ResidentParamGuard:
 
         An exception in between leaves no unit hidden for good, and a second call completes it.
         """
+        self.prepared.clear()
         for unit in units:
             if self._onloaded_units.fixed[unit] and unit not in self._suspended:
                 self._late.add(unit)

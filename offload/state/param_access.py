@@ -101,6 +101,10 @@ class ParamAccess:
         finally:
             self._resident_guard.end_reading(unit, hidden)
 
+    def lent(self) -> bool:
+        """Return whether users may have copies of weights, whose changes count."""
+        return bool(self._loans or self._in_dicts)
+
     def together(self, indices: Collection[int]) -> bool:
         """Return whether all parameters belong to the same unit."""
         return len({self._parts.unit_of[index] for index in indices}) == 1
@@ -110,7 +114,8 @@ class ParamAccess:
         if self._contents.asleep or not self._forward_stack.may_run():
             return NotImplemented  # type: ignore[no-any-return]
         unit = self._parts.unit_of[next(iter(indices))]
-        hidden = self._begin_computing(unit)
+        self._begin(unit)
+        hidden = self._begin_reading(unit, computing=True)
         try:
             return self._forward_stack.run(unit, run)
         finally:
@@ -119,15 +124,12 @@ class ParamAccess:
     def address(self, index: int) -> int:
         """See ``WeightAccess.address``."""
         unit = self._parts.unit_of[index]
-        hidden = self._begin_computing(unit)
+        self._begin(unit)
+        hidden = self._begin_reading(unit, computing=True)
         try:
             return self._onloaded_units.weight(index).data_ptr()
         finally:
             self._resident_guard.end_reading(unit, hidden)
-
-    def _begin_computing(self, unit: int) -> list[int]:
-        self._begin(unit)
-        return self._begin_reading(unit, computing=True)
 
     def _begin_reading(self, unit: int, *, computing: bool = False) -> list[int]:
         self._contents.wake()
@@ -172,8 +174,6 @@ class ParamAccess:
             del self._loans[index]  # made for this dict, and not referenced elsewhere
             return found
         return found.detach().clone()
-
-    # -- loans ----------------------------------------------------------------------------------
 
     def _now(self, index: int) -> tuple[int, int]:
         """Return the version of a weight, which differs once the weight has changed."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..activations.recompute import Around
 from ..activations.saved import SavedTensors
+from ..activations.untracked_activations import UntrackedForward
 from ..errors import BudgetError
 from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
@@ -21,18 +22,20 @@ from ..private.trainer import Trainer
 
 log = logging.getLogger("overspill")
 T = TypeVar("T")
+Inputs = tuple[Iterable[Any], Mapping[str, Any]]  # of a forward
 
 
 class _Frame:
     """One unit whose forward runs in this thread."""
 
-    __slots__ = ("around", "autocast_cache", "away", "began", "task", "unit")
+    __slots__ = ("around", "autocast_cache", "away", "began", "hooked", "task", "unit")
 
     def __init__(
-        self, unit: int, autocast_cache: bool, around: Around | None, *, away: bool
+        self, unit: int, autocast_cache: bool, around: Around | None, *, away: bool, hooked: bool
     ) -> None:
         self.unit, self.autocast_cache, self.around = unit, autocast_cache, around
         self.away = away  # the end of this frame does not close the unit
+        self.hooked = hooked  # with saved-tensor hooks
         self.began = torch_private.graph_clock()
         self.task = torch_private.current_graph_task()
 
@@ -42,7 +45,8 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.roots = 0  # enclosing forwards of a whole model
+        self.roots = 0  # enclosing forwards of a whole model, with saved-tensor hooks
+        self.untracked: UntrackedForward | None = None  # the forward of a whole model that runs
         self.inside: list[int] = []  # ids of the entries that run, if there are several
 
 
@@ -102,19 +106,33 @@ class ForwardStack:
         running = torch_private.running_modules()
         return torch_private.in_backward() or any(m in self._entries for m in running)
 
-    def push_root(self) -> None:
-        """Begin a forward of a whole model; activations between units can be offloaded too."""
-        if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():
-            return
-        outer = self._saved.around(torch_private.top_saved_tensor_hooks())
-        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
-        self._mine.roots += 1
+    def push_root(self, inputs: Inputs | None = None) -> None:
+        """Begin a forward of a whole model; activations between units can be offloaded too.
 
-    def pop_root(self) -> None:
-        """End a forward of a whole model that has returned or raised."""
-        if self._mine.roots and not self._mine.frames:
-            self._mine.roots -= 1
+        See Note [Forwards without saved-tensor hooks] in ``untracked_activations.py``.
+        """
+        offloader, mine = self._saved.saved_offloader, self._mine
+        if offloader is None or not torch_private.saved_tensor_hooks_allowed():
+            return
+        top = torch_private.top_saved_tensor_hooks()
+        if inputs is not None and top is None and not torch_private.in_backward():
+            mine.untracked = offloader.begin_forward(*inputs)
+            if mine.untracked is not None and mine.untracked.known is not None:
+                return
+        outer = self._saved.around(top)
+        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
+        mine.roots += 1
+
+    def pop_root(self, *, completed: bool) -> None:
+        """End a forward of a whole model that has returned (``completed``) or raised."""
+        mine = self._mine
+        if mine.roots and not mine.frames:
+            mine.roots -= 1
             torch_private.pop_saved_tensor_hooks()
+        untracked, mine.untracked = mine.untracked, None
+        if untracked is not None and completed:
+            assert self._saved.saved_offloader is not None
+            self._saved.saved_offloader.end_forward(untracked)
 
     def enter(self, unit: int) -> None:
         """Onload a unit whose forward begins.
@@ -152,12 +170,27 @@ class ForwardStack:
             around: ends with the unit's forward.
             away: another caller opens and closes the unit.
         """
-        outer = self._saved.around(torch_private.top_saved_tensor_hooks())
-        frame = _Frame(unit, torch.is_autocast_cache_enabled(), around, away=away)
-        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
+        top, uncounted = torch_private.top_saved_tensor_hooks(), self._runs_uncounted()
+        hooked = (
+            top is not None or away or around is not None or self._saved.by_handles(unit)
+            or not uncounted
+        )  # fmt: skip
+        cached = torch.is_autocast_cache_enabled()
+        frame = _Frame(unit, cached, around, away=away, hooked=hooked)
+        if hooked:
+            packing = self._saved.packing(self._saved.around(top))
+            torch_private.push_saved_tensor_hooks(packing, self._saved.unpack)
         if self._onloaded_units.streamed[unit]:  # the cache would keep casts of offloaded weights
             torch.set_autocast_cache_enabled(False)
         self._mine.frames.append(frame)
+
+    def _runs_uncounted(self) -> bool:
+        """Count the run of a unit; return whether nothing that it saves has to be counted."""
+        offloader, untracked = self._saved.saved_offloader, self._mine.untracked
+        if offloader is None or untracked is None or torch_private.in_backward():
+            return False
+        untracked.units += 1
+        return offloader.resting.without_hooks(untracked)
 
     def may_run(self) -> bool:
         """Return whether ``run`` can be used.
@@ -204,6 +237,12 @@ class ForwardStack:
         if not frame.away:
             self._onloaded_units.leave(frame.unit)
 
+    def returned(self, output: Any) -> None:
+        """Count what a unit has returned."""
+        if (untracked := self._mine.untracked) is not None:
+            leaves = [output] if type(output) is torch.Tensor else torch_private.tree_leaves(output)
+            untracked.elements += sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+
     def put_away(self) -> bool:
         """Release the units that run in this thread, to make room for one that is read inside them.
 
@@ -222,7 +261,7 @@ class ForwardStack:
     def _pop(self, *, completed: bool = False) -> _Frame:
         frame = self._mine.frames.pop()
         # A backward that raised has removed its hooks already.
-        if frame.task == torch_private.current_graph_task():
+        if frame.hooked and frame.task == torch_private.current_graph_task():
             torch_private.pop_saved_tensor_hooks()
         if frame.around is not None:
             frame.around.end(completed=completed)
@@ -295,4 +334,4 @@ class ForwardStack:
     def _forget_roots(self) -> None:
         while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
             torch_private.pop_saved_tensor_hooks()
-        self._mine.roots = 0
+        self._mine.roots, self._mine.untracked = 0, None

@@ -23,7 +23,7 @@ from ..planning.models import entries
 from ..planning.unit_discovery import direct_parameters, read_ahead
 from ..private import torch_private
 from ..private.handles import all_or_none, remove_all
-from .forward_stack import ForwardStack
+from .forward_stack import ForwardStack, Inputs
 
 Hook = Callable[[nn.Module, Any], None]
 P = ParamSpec("P")
@@ -40,6 +40,9 @@ class Occasions(Protocol):
 
     def catch_up(self, unit: int) -> None:
         """Bring a unit up to date before a module runs that reads its weights."""
+
+    def catch_up_again(self, unit: int) -> None:
+        """Call ``catch_up``, unless nothing can have changed since the last call for this unit."""
 
     def after_forward(self) -> None:
         """React to the end of a forward of a whole model."""
@@ -65,8 +68,9 @@ class ModuleHooks:
             backward,
             forward_stack,
         )
+        self._moves = any(onloaded_units.streamed)
         self._trace, self._loop = trace, loop
-        self.catch_up = loop.catch_up
+        self.catch_up_again = loop.catch_up_again
         self._handles: list[Any] = []
         with all_or_none(self._handles):
             self._hook(model)
@@ -84,7 +88,9 @@ class ModuleHooks:
         if self._onloaded_units.accelerator.stream() is not None:
             self._hook_streams(me, model)
         for entry in entries(model).values():
-            self._handles.append(entry.register_forward_pre_hook(_root_before(me), prepend=True))
+            before = _root_before(me)
+            hook = entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self._handles.append(hook)
             self._handles.append(entry.register_forward_hook(_root_after(me), always_call=True))
 
     def _hook_border(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
@@ -226,7 +232,8 @@ class ModuleHooks:
         began = self._forward_stack.pop(unit, completed=output is not None)
         if began is None or output is None:
             return
-        if torch.is_grad_enabled():
+        self._forward_stack.returned(output)
+        if torch.is_grad_enabled() and self._moves:
             backward = self._backward
             for t in differentiable(output):
                 if torch_private.made_since(t, began):  # and not an input that was passed through
@@ -243,11 +250,12 @@ class ModuleHooks:
 
     # -- entries --------------------------------------------------------------------------------
 
-    def before_root(self, model: nn.Module | None = None) -> None:
+    def before_root(self, model: nn.Module | None = None, inputs: Inputs | None = None) -> None:
         """Begin a forward of a whole model, and clear what an interrupted one left open.
 
         Args:
             model: the entry that was called, if it was called as a module.
+            inputs: its arguments.
         """
         self._loop.require()
         if model is not None and self._forward_stack.begins_inside(model):
@@ -257,7 +265,7 @@ class ModuleHooks:
         if not torch_private.in_backward():
             self._loop.before_forward()
         self._trace.compute_resume("model")
-        self._forward_stack.push_root()
+        self._forward_stack.push_root(inputs)
 
     def use_here(self, units: Sequence[int]) -> None:
         """Record that the current stream uses these units, which a module is about to read."""
@@ -270,7 +278,7 @@ class ModuleHooks:
         """
         if model is not None and self._forward_stack.ends_inside(model):
             return
-        self._forward_stack.pop_root()
+        self._forward_stack.pop_root(completed=output is not None)
         self.runs(NOWHERE)
         if output is not None and torch.is_grad_enabled():
             backward = self._backward
@@ -296,7 +304,7 @@ def _uncompiled(hook: Callable[P, None]) -> Callable[P, None]:
 
     @torch_private.not_a_graph
     def uncompiled(*args: P.args, **kwargs: P.kwargs) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             hook(*args, **kwargs)
 
     return uncompiled
@@ -307,7 +315,7 @@ def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hoo
         hooks = me()
         if hooks is not None and id(called) == own:
             for unit in units:
-                hooks.catch_up(unit)
+                hooks.catch_up_again(unit)
 
     return before
 
@@ -330,12 +338,12 @@ def _stream_reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int])
     return before
 
 
-def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any], None]:
+def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any], None]:
     @torch_private.not_compiled
-    def before(module: nn.Module, _args: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         hooks = me()
         if hooks is not None:
-            hooks.before_root(module)
+            hooks.before_root(module, (args, kwargs))
 
     return before
 

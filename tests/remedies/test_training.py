@@ -108,6 +108,8 @@ def test_backward_that_comes_too_late() -> None:
         optimizer.zero_grad()
         step(model, optimizer, 1)
         same(model, plain_run(2))
+    model = net()
+    with wrapped(model) as optimizer:
         late = loss_of(model, 1)
         late.backward()
         late = loss_of(model, 1)
