@@ -21,6 +21,7 @@ from .skeletons import skeleton_optimizer
 
 GIB = 1 << 30
 MORE_HOST, MORE_DISKS = "one GiB more of host memory", "one more disk"
+LARGER_BATCH = "twice the micro-batch and half the accumulation"
 HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], Plan]
 
@@ -73,6 +74,9 @@ def gains(
             keep(MORE_DISKS, make(replace(machine, rates=rates, disks=disks + 1), tokens, fixed))
     if tokens:
         keep(MORE_TOKENS, make(machine, 2 * tokens, fixed))
+        if detail.accumulate % 2 == 0:
+            fewer = {**fixed, "accumulate": detail.accumulate // 2}
+            keep(LARGER_BATCH, make(machine, 2 * tokens, fewer))
     return found
 
 

@@ -122,6 +122,12 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
         "endurance",
     ):
         assert words in text
+    assert "half the accumulation" not in text
+    result = call("plan", "gpt2-25m", "--rates", str(machine), "--tokens", "512",
+                  "--accumulate", "4", "--json")  # fmt: skip
+    figures = json.loads(result.output)
+    larger = figures["step_s_with"]["twice the micro-batch and half the accumulation"]
+    assert larger < figures["step_s"], "weights move half as often for as many tokens"
 
 
 def test_commits_that_are_rarer_write_less(tmp_path: Path) -> None:
