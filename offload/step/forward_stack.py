@@ -241,7 +241,10 @@ class ForwardStack:
         """Count what a unit has returned."""
         if (untracked := self._mine.untracked) is not None:
             leaves = [output] if type(output) is torch.Tensor else torch_private.tree_leaves(output)
-            untracked.elements += sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+            plain = (
+                t for t in leaves if isinstance(t, torch.Tensor) and torch_private.has_memory(t)
+            )
+            untracked.elements += sum(t.numel() for t in plain)
 
     def put_away(self) -> bool:
         """Release the units that run in this thread, to make room for one that is read inside them.

@@ -162,6 +162,26 @@ def test_more_rows_of_one_shape_are_noticed(pushed: list[int], tmp_path: Path) -
     optimizer.close()
 
 
+@pytest.mark.skipif(bool(NAME), reason="torch has no nested tensors for it")
+def test_units_may_return_nested_tensors(pushed: list[int], tmp_path: Path) -> None:
+    class Packs(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = [super(Packs, self).forward(x[:rows]) for rows in (3, 5)]
+            return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    class Packed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat(self.packs(x).unbind()))
+
+    torch.manual_seed(0)
+    model = Packed()
+    model.packs = Packs()
+    with overspill.wrap(
+        model, adamw(model), device="cpu", host_memory="40MiB", units=["packs"]
+    ) as optimizer:
+        assert steps(model, optimizer, pushed, [16] * 4)[-1] < ALL
+
+
 def test_hooks_count_now_and_then(
     pushed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
