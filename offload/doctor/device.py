@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from ..errors import format_bytes
 from ..io_engine import allocate_host
 from ..measure.calibration import kept_rates
 from ..movement.accelerators.vendors import LOCK_REMEDY, VENDORS, Vendor
+from ..optim.cores import allowed_cpus
 from ..planning.budgets import free_host_bytes
 from .finding import Finding, State
 
@@ -18,6 +19,7 @@ LOCKED_PIECE, LOCKED_PIECES = 64 << 20, 16  # bytes, and how many are tried at m
 DRIVER = Path("/proc/driver/nvidia/version")
 NODES = Path("/dev")
 PCI = Path("/sys/bus/pci/devices")
+MEMORY_NODES = Path("/sys/devices/system/node")
 # Bytes per second and lane, one way, by transfers per second, less the encoding (PCI-SIG).
 LANE_BYTES_S = {"2.5": 0.25e9, "5.0": 0.5e9, "8.0": 0.985e9, "16.0": 1.969e9, "32.0": 3.938e9,
                 "64.0": 7.563e9}  # fmt: skip
@@ -54,6 +56,7 @@ def look() -> Iterator[Finding]:
     yield page_locking(device)
     if properties is not None:
         yield link(_pci(properties), str(device))
+        yield from memory_node(_pci(properties))
 
 
 def page_locking(device: torch.device) -> Finding:
@@ -157,3 +160,51 @@ def link(pci: Path, device: str) -> Finding:
             "put the GPU into a slot with all lanes (lspci -vv, LnkSta)", figures,
         )  # fmt: skip
     return Finding(about, found, State.GOOD, "the first run measures it", figures=figures)
+
+
+def memory_node(
+    pci: Path, nodes: Path | None = None, allowed: Collection[int] | None = None
+) -> Iterator[Finding]:
+    """Yield whether this process runs on the NUMA node that the device is connected to.
+
+    Yields nothing if there is only one node, or if the system does not say.
+
+    Args:
+        pci: directory of the device in sysfs.
+        nodes: directory of the NUMA nodes in sysfs.
+        allowed: the processors that this process may use.
+    """
+    nodes = MEMORY_NODES if nodes is None else nodes
+    allowed = allowed_cpus() if allowed is None else allowed
+    try:
+        node = int((pci / "numa_node").read_text(encoding="utf-8"))
+        lists = [each / "cpulist" for each in nodes.glob("node[0-9]*")]
+        cpus = {int(each.parent.name[4:]): _numbers(each.read_text("utf-8")) for each in lists}
+    except (OSError, ValueError):
+        return
+    if len(cpus) < 2 or not cpus.get(node):
+        return
+    used = [number for number in sorted(cpus) if not cpus[number].isdisjoint(allowed)]
+    about, figures = "NUMA node", {"device_node": node, "process_nodes": used}
+    if used == [node]:
+        found = f"the device is on node {node}, and so are this process's processors"
+        yield Finding(about, found, State.GOOD, "transfers stay on the node", figures=figures)
+        return
+    yield Finding(
+        about,
+        f"the device is on node {node}; this process may use the processors of "
+        f"{', '.join(map(str, used))}",
+        State.SLOW,
+        "transfers to memory of another node share the link between the processors",
+        f"numactl --cpunodebind={node} --membind={node} python ..., if the node has enough memory",
+        figures,
+    )
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list of ranges, such as ``0-15,32``."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

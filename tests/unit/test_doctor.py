@@ -221,6 +221,32 @@ def test_a_link_with_lanes_missing_is_slow(tmp_path: Path, monkeypatch: pytest.M
     assert device.link(tmp_path / "none", "cuda").state is State.NOTE
 
 
+@pytest.mark.parametrize(
+    ("lists", "node", "allowed", "state"),
+    [
+        (["0-3,8-11", "4-7,12-15"], 1, {4, 5, 12}, State.GOOD),
+        (["0-3,8-11", "4-7,12-15"], 1, {0, 4}, State.SLOW),
+        (["0-3", "4-7"], 0, {4, 5}, State.SLOW),
+        (["0-7", ""], 1, {0}, None),  # memory without processors
+        (["0-7"], 0, {0}, None),
+        (["0-3", "4-7"], -1, {0}, None),  # as virtual machines say
+        (["0-3", "x"], 0, {0}, None),
+    ],
+)
+def test_the_numa_node_of_the_device(
+    lists: list[str], node: int, allowed: set[int], state: State | None, tmp_path: Path
+) -> None:
+    for number, cpus in enumerate(lists):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}/cpulist").write_text(f"{cpus}\n")
+    (tmp_path / "numa_node").write_text(f"{node}\n")
+    found = list(device.memory_node(tmp_path, tmp_path, allowed))
+    assert [each.state for each in found] == ([] if state is None else [state])
+    if state is State.SLOW:
+        _mends(found[0], State.SLOW, f"numactl --cpunodebind={node} --membind={node} ")
+    assert not list(device.memory_node(tmp_path / "none", tmp_path, allowed))
+
+
 def test_the_driver_is_read(tmp_path: Path) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  580.95.05  Release Build\n")
