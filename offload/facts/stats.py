@@ -34,6 +34,14 @@ class MemoryStats:
 
 
 LEAST_OUTSIDE = 0.05  # of a step, to be shown
+LEAST_WAIT = 0.15  # of a step, for advice to be given
+_HELPS = {
+    "read": "more host_memory, moments='int8' or another disk in nvme=",
+    "write": "more host_memory, moments='int8' or another disk in nvme=",
+    "copy_in": "more device_memory",
+    "copy_out": "more device_memory",
+    "update": "more CPU cores, or update='backward' if nothing is clipped",
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,21 @@ class Stats:
         if outside_s <= LEAST_OUTSIDE * self.step_s:
             return waited
         return f"{waited}; {outside_s:.2g} s outside of the model's forward and backward"
+
+    def advice(self) -> str | None:
+        """Return what would help, if compute waits for other lanes for much of the step."""
+        waits = {name: self.lanes[name].stall_s for name in _HELPS}
+        if not self.step_s or sum(waits.values()) < LEAST_WAIT * self.step_s:
+            return None
+        most = max(waits, key=lambda name: waits[name])
+        # Updates wait for their state, so a wait for a lane that was hardly busy is one for disks.
+        disks = most == "update" and 2 * self.update.busy_s < waits[most]
+        lane, helps = f"{most}, with its disks" if disks else most, "read" if disks else most
+        return (
+            f"compute waits for {sum(waits.values()) / self.step_s:.0%} of a step, most of it for "
+            f"{lane}; a step moves as many bytes whatever its tokens, so larger micro-batches with "
+            f"less accumulation help first, then {_HELPS[helps]}"
+        )
 
     @property
     def compute(self) -> LaneStats:

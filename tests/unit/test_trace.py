@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.facts.stats import LaneStats, Stats, step_stats
 from overspill.facts.trace import LANES, StepMark, Trace, intersection, length, union
+from overspill.measure.steps import StepFigures
 from overspill.observe.export import load_trace, save_trace
 
 Intervals = list[tuple[int, int]]
@@ -101,6 +102,40 @@ def test_step_stats_from_a_script() -> None:
     assert "outside" not in Stats(0.0, 0.0, stats.lanes).per_step(1).explain()
     busy = {**stats.lanes, "compute": LaneStats(0, 9.2, 0.0)}
     assert Stats(10.0, 9.2, busy).explain().endswith("waited for read 0.5 s"), "little is not shown"
+
+
+def test_advice_names_what_helps_where_compute_waits_long() -> None:
+    def advice(busy_s: float, **waits: float) -> str | None:
+        lanes = {name: LaneStats(0, busy_s, waits.get(name, 0.0)) for name in LANES}
+        return Stats(10.0, 8.0, lanes).advice()
+
+    assert Stats(0.0, 0.0).advice() is None
+    assert advice(1.0, read=1.4) is None
+    for name, helps in (
+        ("read", "disk in nvme="),
+        ("write", "moments='int8'"),
+        ("copy_in", "more device_memory"),
+        ("update", "more CPU cores"),
+    ):
+        found = advice(5.0, **{name: 2.0}) or ""
+        assert found.startswith(f"compute waits for 20% of a step, most of it for {name}; ")
+        assert "larger micro-batches" in found and helps in found
+    assert "update, with its disks" in (advice(0.5, update=2.0) or "")
+    assert "moments='int8'" in (advice(0.5, update=2.0) or "")
+
+
+def test_advice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace()
+    figures = StepFigures(trace, {}, None)
+    with caplog.at_level("INFO", "overspill"):
+        for count in range(8):
+            begun = time.perf_counter_ns()
+            time.sleep(0.01)
+            now = time.perf_counter_ns()
+            trace.stall("read", begun, now, "a")
+            trace.add("compute", "a", now, now + 1)
+            figures.taken(count)
+    assert [m.split(":")[1][:15] for m in caplog.messages] == [" compute waits "]
 
 
 def test_the_oldest_spans_are_forgotten() -> None:
