@@ -17,21 +17,26 @@ MOST_PARTS = 64  # of inputs that are looked at
 RECOUNT = 32  # forwards, of which one is counted
 
 # Note [Forwards without saved-tensor hooks]
-# Hooks cost time for each tensor that autograd saves, even if they only count it. In an untracked
-# step, inputs of the same shapes usually save the same bytes. So hooks count the first forward of
-# the whole model with inputs of some shapes. A later one installs no hooks around the model and
-# around units that never move; it is charged what the first one has saved. Inputs that are smaller
-# in every dimension are charged like the larger ones.
+# In an ``UntrackedStep``, saved tensors are counted, but not offloaded. Hooks cost time for each
+# tensor even if they only count it. So they count the bytes that the first forward of the whole
+# model saves for each new combination of input shapes. Later forwards with the same shapes skip the
+# hooks around the model and around units that never move, and subtract the recorded bytes from
+# ``UntrackedStep.left``. Inputs that are no larger in any dimension, and otherwise the same, use
+# the record of the larger ones.
 #
-# What a forward saves may depend on other things too. If the number of its graph nodes differs, or
-# its units return more, all shapes are forgotten, and hooks count the next forward. If more units
-# run, hooks count these. Every ``RECOUNT``-th forward is counted in any case. Units run with hooks
-# until these have counted a first tensor, because what counts it holds the step: so a graph that
-# is kept is noticed.
+# The saved bytes may depend on more than shapes. If a forward makes another number of graph nodes,
+# or its units return more elements, all records are discarded, and hooks count the next forward. If
+# more units run than recorded, the extra ones run with hooks. Every ``RECOUNT``-th forward is
+# counted in any case.
 #
-# Autograd then saves weights of resident units themselves, as it does with ``activations="keep"``:
-# updates increment their versions, so a stale graph raises. Hooks stay on units whose weights
-# graphs must hold by handles (``SavedTensors.by_handles``).
+# In each forward, units run with hooks until one saved tensor was counted. What this hook packs
+# holds a reference to the ``UntrackedStep``, so a weak reference shows whether the user still keeps
+# a graph of it.
+#
+# Without hooks, autograd saves the weights of resident units directly, as it does with
+# ``activations="keep"``. An update increments their version counters, so a backward through an
+# older graph raises an error. Hooks stay on units whose weights graphs must hold by handles (see
+# ``SavedTensors.by_handles``).
 
 Shapes = tuple[Any, ...]
 

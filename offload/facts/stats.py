@@ -36,8 +36,8 @@ class MemoryStats:
 LEAST_OUTSIDE = 0.05  # of a step, to be shown
 LEAST_WAIT = 0.15  # of a step, for advice to be given
 _HELPS = {
-    "read": "more host_memory, moments='int8' or another disk in nvme=",
-    "write": "more host_memory, moments='int8' or another disk in nvme=",
+    "read": "more host_memory, moments='int8' or a faster or additional disk in nvme=",
+    "write": "more host_memory, moments='int8' or a faster or additional disk in nvme=",
     "copy_in": "more device_memory",
     "copy_out": "more device_memory",
     "update": "more CPU cores, or update='backward' if nothing is clipped",
@@ -103,13 +103,14 @@ class Stats:
         if not self.step_s or sum(waits.values()) < LEAST_WAIT * self.step_s:
             return None
         most = max(waits, key=lambda name: waits[name])
-        # Updates wait for their state, so a wait for a lane that was hardly busy is one for disks.
+        # Updates wait for their state: if their lane was hardly busy, it was the disks.
         disks = most == "update" and 2 * self.update.busy_s < waits[most]
-        lane, helps = f"{most}, with its disks" if disks else most, "read" if disks else most
+        lane, helps = (f"{most}, with its disks", "read") if disks else (most, most)
         return (
-            f"compute waits for {sum(waits.values()) / self.step_s:.0%} of a step, most of it for "
-            f"{lane}; a step moves as many bytes whatever its tokens, so larger micro-batches with "
-            f"less accumulation help first, then {_HELPS[helps]}"
+            f"compute waits for other lanes in {sum(waits.values()) / self.step_s:.0%} of a step, "
+            f"mostly for {lane}; weights and state move as often for a small micro-batch as for a "
+            "large one: first try larger micro-batches (instead of accumulation), then "
+            f"{_HELPS[helps]}"
         )
 
     @property

@@ -112,13 +112,15 @@ def test_advice_names_what_helps_where_compute_waits_long() -> None:
     assert Stats(0.0, 0.0).advice() is None
     assert advice(1.0, read=1.4) is None
     for name, helps in (
-        ("read", "disk in nvme="),
+        ("read", "additional disk in nvme="),
         ("write", "moments='int8'"),
         ("copy_in", "more device_memory"),
         ("update", "more CPU cores"),
     ):
         found = advice(5.0, **{name: 2.0}) or ""
-        assert found.startswith(f"compute waits for 20% of a step, most of it for {name}; ")
+        assert found.startswith(
+            f"compute waits for other lanes in 20% of a step, mostly for {name};"
+        )
         assert "larger micro-batches" in found and helps in found
     assert "update, with its disks" in (advice(0.5, update=2.0) or "")
     assert "moments='int8'" in (advice(0.5, update=2.0) or "")
