@@ -47,7 +47,7 @@ def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize(
     ("of", "at"),
     [
-        (OnloadedUnits, "_show"),
+        (OnloadedUnits, "resume"),
         (EditWatch, "look_while_shown"),
         (OnloadedUnits, "_onloaded_unit"),
         (OnloadedUnits, "_hide"),
@@ -64,7 +64,7 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
         if unit != 1:
             return real(self, unit, *rest)
         monkeypatch.undo()
-        if at == "_show":
+        if at == "resume":
             real(self, unit)
         raise KeyboardInterrupt
 
