@@ -241,9 +241,8 @@ class ForwardStack:
         """Count what a unit has returned."""
         if (untracked := self._mine.untracked) is not None:
             leaves = [output] if type(output) is torch.Tensor else torch_private.tree_leaves(output)
-            plain = (
-                t for t in leaves if isinstance(t, torch.Tensor) and torch_private.has_memory(t)
-            )
+            # Not of other classes: deferred logits would be computed, and lengths may be symbols.
+            plain = (t for t in leaves if type(t) is torch.Tensor and not t.is_nested)
             untracked.elements += sum(t.numel() for t in plain)
 
     def put_away(self) -> bool:
