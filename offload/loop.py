@@ -85,7 +85,7 @@ class Loop:
         That is after ``close``, after a failure, in ``materialized`` and ``averaged``, and in a
         thread other than the training thread.
         """
-        self._resident_guard.prepared.clear()
+        self._resident_guard.prepared.clear()  # callers may change weights
         self._materializing.require_ended()
         self._averages.require_ended()
         self._executor.health.check()

@@ -71,21 +71,6 @@ def sums_of_squares(grads: Sequence[Tensor]) -> list[float]:
     return [_sum_on_device(grad) for grad in grads]
 
 
-def sums_within(flat: Tensor, starts: Sequence[int], counts: Sequence[int]) -> list[float]:
-    """Return ``sums_of_squares`` of parts of one flat tensor, by first element and length."""
-    if flat.device.type != "cpu" or kernels.NATIVE is None:
-        pairs = zip(starts, counts, strict=True)
-        return sums_of_squares([flat[start : start + count] for start, count in pairs])
-    _check("gradient", flat)
-    if any(start + count > flat.numel() for start, count in zip(starts, counts, strict=True)):
-        raise ValueError(f"a part ends behind the {flat.numel()} elements of the gradient")
-    first, size = flat.data_ptr(), flat.itemsize
-    sums: list[float] = kernels.NATIVE.sums_of_squares(
-        [first + start * size for start in starts], counts, FLOAT_TYPES[flat.dtype]
-    )
-    return sums
-
-
 def _sum_on_device(grad: Tensor) -> float:
     slices = (grad[begin : begin + SLICE] for begin in range(0, grad.numel(), SLICE))
     return float(sum((part.double().square().sum() for part in slices), 0.0))

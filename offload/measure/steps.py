@@ -39,7 +39,8 @@ class StepFigures:
         figures = step_stats(self._trace, mark, self._needed_s)
         self.last = replace(figures, tokens=tokens, cpu_s=cpu_s)
         self._seen += 1
-        if self._seen == ADVISED_AT and (advice := self.last.advice()) is not None:
+        trained = tokens is None
+        if trained and self._seen == ADVISED_AT and (advice := self.last.advice()) is not None:
             log.info("overspill: %s", advice)
         wrong = None if self._drift is None else self._drift.see(self.last)
         if wrong is not None and self._calibration is not None:

@@ -17,7 +17,7 @@ _READ = (
 
 
 class _Process:
-    """The current process.  Asking the system for its id each time would cost a system call."""
+    """The id of this process, without a system call for each check."""
 
     pid = os.getpid()
 
@@ -115,7 +115,7 @@ class Health:
         Raises:
             OffloadError: the engine has failed, is closed, or is not this thread's or process's.
         """
-        if _Process.pid != self._owner:
+        if self.forked:
             raise LifecycleError(
                 "this process was forked from the one that wrapped the model, and has neither its "
                 "threads nor its files; use the model in the parent, or wrap one here"

@@ -18,7 +18,7 @@ from ..optim import Rule, StepScalars
 from ..optim.averaged import check_kept, is_reentrant
 from ..optim.coupled import CoupledRule
 from ..optim.formats import granule_of
-from ..optim.norm import accumulate, sums_of_squares, sums_within
+from ..optim.norm import accumulate, sums_of_squares
 from ..optim.rule import is_whole
 from ..optim.streamed import StreamedRule, share_scratch
 from ..planning.plan import host_grad_dtype
@@ -215,8 +215,8 @@ class Updater:
         for number, chunk in enumerate(self.layout.units[unit].chunks):
             if chunk.group is not None:
                 flat = self._grads(unit, place, number)
-                starts, counts = [s.offset for s in chunk.params], [s.numel for s in chunk.params]
-                sums = sums_within(flat, starts, counts)
+                grads = [flat[s.offset : s.offset + s.numel] for s in chunk.params]
+                sums = sums_of_squares(grads)
                 measured = zip((s.index for s in chunk.params), sums, strict=True)
                 self.ledger.squares.update(measured)
 

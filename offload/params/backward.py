@@ -66,8 +66,6 @@ class Backward:
         Nothing changes if a unit is open that ``unit`` is onloaded with.
         """
         self.opened()
-        if self._units and unit == self._units[-1]:
-            return
         if any(unit in self._onloaded_units.groups[each] for each in self._units):
             return
         self._let_go()

@@ -82,8 +82,9 @@ class EditWatch:
 
     def _written(self, unit: int, before: tuple[int, ...]) -> list[int]:
         """Return the positions of parameters written since ``before``; none if it is empty."""
-        now = self._versions(unit)
-        return [n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b]
+        if not before or before == (now := self._versions(unit)):
+            return []
+        return [n for n, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
 
     @torch_private.without_grad
     def put_on_top(self, unit: int, views: Sequence[torch.Tensor]) -> None:

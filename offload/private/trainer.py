@@ -15,21 +15,20 @@ class Trainer:
         self._thread = threading.current_thread()
         self._at_work: set[threading.Thread] = set()
         self._closer: threading.Thread | None = None
-        self._claimed: int | None = None  # the thread that has claimed last, since ``begins``
 
     def claim(self) -> None:
         """Make the calling thread the training thread, unless it runs a backward pass.
 
         Autograd's threads also call modules, when a checkpoint recomputes.
         """
-        if threading.get_ident() != self._claimed and not in_backward():
+        if threading.get_ident() == self._thread.ident and self._thread in self._at_work:
+            return
+        if not in_backward():
             self._thread = threading.current_thread()
             self._at_work.add(self._thread)
-            self._claimed = threading.get_ident()
 
     def begins(self) -> None:
         """Forget the threads that took part in the last forward: another one begins."""
-        self._claimed = None
         self._at_work.clear()
 
     def alone(self) -> bool:

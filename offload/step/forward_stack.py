@@ -241,9 +241,10 @@ class ForwardStack:
         """Count what a unit has returned."""
         if (untracked := self._mine.untracked) is not None:
             leaves = [output] if type(output) is torch.Tensor else torch_private.tree_leaves(output)
-            # Not of other classes: deferred logits would be computed, and lengths may be symbols.
-            plain = (t for t in leaves if type(t) is torch.Tensor and not t.is_nested)
-            untracked.elements += sum(t.numel() for t in plain)
+            for t in leaves:
+                # Of other classes, deferred logits would be computed, and lengths may be symbols.
+                if type(t) is torch.Tensor and not t.is_nested:
+                    untracked.elements += t.numel()
 
     def put_away(self) -> bool:
         """Release the units that run in this thread, to make room for one that is read inside them.

@@ -14,7 +14,7 @@ import torch
 
 from overspill.optim import cores, kernels, native_isa, norm, set_threads, threads
 from overspill.optim.formats import split_master
-from overspill.optim.norm import accumulate, sum_of_squares, sums_of_squares, sums_within
+from overspill.optim.norm import accumulate, sum_of_squares, sums_of_squares
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
 from tests.patience import WAIT_S
 
@@ -168,13 +168,6 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
     grads = [next(gradients(numel, dtype, 1)) for numel in (5, 0, 2**22 + 11, 16384, 70_000)]
     for some in (grads, grads[:2], grads[3:]):  # by the pool, and by the caller alone
         assert sums_of_squares(some) == [norm._sum_in_torch(grad) for grad in some]
-    flat = torch.cat(grads)
-    for begin, end in ((0, 5), (0, 2), (3, 5)):
-        counts = [grad.numel() for grad in grads[begin:end]]
-        starts = [sum(g.numel() for g in grads[:n]) for n in range(begin, end)]
-        assert sums_within(flat, starts, counts) == sums_of_squares(grads[begin:end])
-    with pytest.raises(ValueError, match="ends behind"):
-        sums_within(flat, [flat.numel() - 4], [5])
     with pytest.raises(ValueError, match="one dtype"):
         sums_of_squares(
             [grad, grad.to(torch.bfloat16 if dtype is torch.float32 else torch.float32)]

@@ -238,3 +238,35 @@ def test_who_unpacks_a_saved_tensor() -> None:
     found.clear()
     written.backward()
     assert found == [False]
+
+
+def test_versions_and_gradients_below_overrides() -> None:
+    class Overridden(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise AssertionError("an override was called")
+
+    plain, other = torch.zeros(2), torch.zeros(2).as_subclass(Overridden)
+    plain.add_(1)
+    with torch.inference_mode():
+        inside = torch.zeros(2)
+    with private.without_overrides():
+        assert private.versions_of([plain, other]) == (1, 0)
+        assert private.versions_of([plain, inside]) == (1, 0)
+    assert private.grad_of(other) is None
+    private.set_grad(other, plain)
+    assert private.grad_of(other) is plain
+    private.drop_grads([other, plain])
+    assert private.grad_of(other) is None
+
+
+def test_whether_a_graph_is_being_traced() -> None:
+    seen = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append(private.in_tracing())
+        return module
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert seen == [True] and not private.in_tracing()

@@ -126,7 +126,8 @@ def test_advice_names_what_helps_where_compute_waits_long() -> None:
     assert "moments='int8'" in (advice(0.5, update=2.0) or "")
 
 
-def test_advice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("tokens", [None, 16])  # which are counted if nothing is trained
+def test_advice_is_logged_once(tokens: int | None, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace()
     figures = StepFigures(trace, {}, None)
     with caplog.at_level("INFO", "overspill"):
@@ -136,8 +137,9 @@ def test_advice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             now = time.perf_counter_ns()
             trace.stall("read", begun, now, "a")
             trace.add("compute", "a", now, now + 1)
-            figures.taken(count)
-    assert [m.split(":")[1][:15] for m in caplog.messages] == [" compute waits "]
+            figures.taken(count, tokens)
+    told = [" compute waits "] if tokens is None else []
+    assert [m.split(":")[1][:15] for m in caplog.messages] == told
 
 
 def test_the_oldest_spans_are_forgotten() -> None:
