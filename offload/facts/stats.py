@@ -40,7 +40,7 @@ _HELPS = {
     "write": "more host_memory, moments='int8' or a faster or additional disk in nvme=",
     "copy_in": "more device_memory",
     "copy_out": "more device_memory",
-    "update": "more CPU cores, or update='backward' if nothing is clipped",
+    "update": "more CPU cores",
 }
 
 

@@ -7,6 +7,9 @@ from tests.remedies.of_activations import OF_ACTIVATIONS
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
     **OF_ACTIVATIONS,
+    ("offload/facts/stats.py", "first try larger micro-batches (instead of accumulation)"): (
+        "tests/unit/test_plan_machines.py::test_the_command_answers_in_json_and_writes_a_trace"
+    ),
     ("offload/ranks/sharding.py", "nor for one inside of DistributedDataParallel; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
