@@ -35,9 +35,8 @@ class Rates:
         h2d_pageable_bytes_s, d2h_pageable_bytes_s: like ``h2d_bytes_s`` and ``d2h_bytes_s``, with
             host memory that is not page-locked.
         update_beside_params_s: like ``update_params_s``, while a thread copies memory continuously.
-        disk_cpu_bytes_s: what one processor could move to and from the disks if it did nothing else
-            (checksums included).  With ``device="cpu"`` this time is added to compute, because
-            compute has a thread on each processor and waits for the last of them.
+        disk_cpu_bytes_s: bytes that could be moved to and from the disks if all of compute's time
+            went into it.  With ``device="cpu"`` compute stops for bytes moved over this rate.
         device_update_params_s: like ``update_params_s``, for state on the device; if unknown,
             assumed to be no faster than the CPU.
         host_flops_s: floating-point operations per second of matrix products on the CPU, for

@@ -29,7 +29,7 @@ from . import rates
 __all__ = ["Calibration", "Task", "calibrate"]
 
 log = logging.getLogger("overspill")
-FORMAT = 5  # of the file; those of another format are left alone
+FORMAT = 6  # of the file; those of another format are left alone
 
 
 @dataclass(frozen=True)

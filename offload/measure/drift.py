@@ -21,6 +21,11 @@ class Drift:
             "read": rates.disk_read_bytes_s,
             "write": rates.disk_write_bytes_s,
         }
+        read, write, both = (
+            rates.disk_read_bytes_s, rates.disk_write_bytes_s, rates.disk_both_bytes_s
+        )  # fmt: skip
+        # Of their own rates, what reads and writes have while both are in progress.
+        self._share = min(1.0, both / (read + write)) if read and write and both else 1.0
         self._seen = dict.fromkeys(self._rates, 0)  # steps in a row; too slow ones count down
 
     def see(self, stats: Stats) -> str | None:
@@ -31,8 +36,9 @@ class Drift:
                 self._seen[lane] = 0
                 continue
             measured = moved.bytes / moved.busy_s
+            least = SLOW * rate * self._share_of(lane, stats)
             matters = moved.busy_s >= LEAST_SHARE * stats.step_s
-            way = 1 if measured > FAST * rate else -1 if measured < SLOW * rate and matters else 0
+            way = 1 if measured > FAST * rate else -1 if measured < least and matters else 0
             before = self._seen[lane]
             self._seen[lane] = before + way if before * way > 0 else way
             if abs(self._seen[lane]) >= STEPS:
@@ -41,3 +47,8 @@ class Drift:
                     f"measured"
                 )
         return None
+
+    def _share_of(self, lane: str, stats: Stats) -> float:
+        """Return the share of its own rate that a lane has in a step."""
+        other = {"read": "write", "write": "read"}.get(lane)
+        return self._share if other and stats.lanes[other].bytes >= LEAST_BYTES else 1.0

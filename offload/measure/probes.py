@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -45,7 +46,7 @@ class Link:
 @dataclass(frozen=True)
 class DiskRates:
     """Bytes per second read, written, and both added up while both go on; and bytes per second
-    that one processor could move if it did nothing else."""
+    that could be moved if all of compute's time went into it."""
 
     read_bytes_s: float
     write_bytes_s: float
@@ -76,8 +77,13 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
     return min(times)
 
 
-def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> DiskRates | None:
+def disk(
+    directories: Sequence[str | os.PathLike[str]], limit_s: float, *, beside_compute: bool = False
+) -> DiskRates | None:
     """Rates of the I/O engine, in a store that vanishes.
+
+    The cost to compute is measured with ``beside_compute``; without it, the processor time of this
+    process is taken for it.
 
     Writes over blocks that have been written before, as training does: the first write of a block
     costs more on most file systems.  A slow disk is given fewer and smaller pieces, not more time
@@ -96,6 +102,7 @@ def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> DiskR
         piece = _piece_bytes(io, memory)
         extents = [io.allocate(piece) for _ in range(pieces)]
         extents = extents[: _first_writes(io, extents, memory, limit_s / 9)]
+        nbytes = len(extents) * piece
         io.flush()
         busy_before, moved_before = time.process_time(), io.stats
         written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 4)
@@ -104,13 +111,45 @@ def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> DiskR
         both_s = written_s / 2 + read_s / 2
         if len(extents) > 1:
             both_s = best_s(lambda: _both(io, extents, memory), limit_s / 4)
-    nbytes = len(extents) * piece
-    return DiskRates(
-        nbytes / read_s,
-        nbytes / written_s,
-        nbytes / both_s,
-        _moved_bytes(moved, moved_before) / max(busy_s, 1e-6),
-    )
+        cpu_bytes_s = _moved_bytes(moved, moved_before) / max(busy_s, 1e-6)
+        if beside_compute:
+            lost = share_lost(lambda: _both(io, extents, memory), limit_s / 2)
+            cpu_bytes_s = min(cpu_bytes_s, nbytes / both_s / lost) if lost else cpu_bytes_s
+    return DiskRates(nbytes / read_s, nbytes / written_s, nbytes / both_s, cpu_bytes_s)
+
+
+def share_lost(move: Callable[[], object], limit_s: float) -> float:
+    """Return the share of the time of matrix products on all processors that is lost while another
+    thread repeats ``move``.
+
+    That is more than the processor time of the moves: interrupts, caches and the memory's bandwidth
+    are in it, and the threads of a product wait for the last of them.  The median of three pairs.
+    """
+    left = torch.ones(MATRIX, MATRIX)
+
+    def products() -> float:
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() < started + limit_s / 6:
+            torch.mm(left, left)
+            count += 1
+        return count / (time.perf_counter() - started)
+
+    def repeat() -> None:
+        while not stop.is_set():
+            move()
+
+    shares = []
+    products()
+    for _ in range(3):
+        alone, stop = products(), threading.Event()
+        thread = threading.Thread(target=repeat, name="overspill-measure")
+        thread.start()
+        try:
+            shares.append(1 - products() / alone)
+        finally:
+            stop.set()
+            thread.join()
+    return max(0.0, sorted(shares)[1])
 
 
 def _piece_bytes(io: IoEngine, memory: Lease) -> int:

@@ -34,7 +34,10 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
         IoError: a directory is missing or cannot be written.
     """
     compute = compute_device(device)
-    disk = probes.disk(directories, MEASURE_S / 2) if directories else None
+    shared = str(device) == "cpu"  # compute and transfers share the processors
+    disk = None
+    if directories:
+        disk = probes.disk(directories, MEASURE_S / 2, beside_compute=shared)
     link = probes.link(compute, MEASURE_S / 4) if compute.type != "cpu" else None
     return Rates(
         h2d_bytes_s=link.in_bytes_s if link else None,

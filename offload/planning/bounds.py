@@ -32,10 +32,16 @@ def step_flops(units: Sequence[Unit], tokens: int) -> float:
     return sum(unit.flops + unit.backward_flops for unit in units) * tokens
 
 
-def _backward_share(units: Sequence[Unit]) -> float:
-    """Return the share of backward in the FLOPs of a micro-step."""
-    backward = sum(unit.backward_flops for unit in units)
-    return backward / max(1, backward + sum(unit.flops for unit in units))
+def _backward_share(layout: Layout) -> float:
+    """Return the share of backward, with recomputation, in the FLOPs of a micro-step."""
+    backward = sum(unit.backward_flops for unit in layout.units) + _recomputed_flops(layout)
+    return backward / max(1, backward + sum(unit.flops for unit in layout.units))
+
+
+def _recomputed_flops(layout: Layout) -> float:
+    """Return the FLOPs of recomputation for a token, without units that keep their attention."""
+    again = layout.saved.recompute - layout.saved.keep_attention
+    return sum(layout.units[index].flops for index in again)
 
 
 def lane_seconds(
@@ -179,8 +185,9 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
 #   norm is known only at its end.
 #
 # Without a device, updates and disk transfers take processors from compute, whose threads wait for
-# each other, so their times add up.  This was measured with matrix products that use all
-# processors; if some processors are idle, a run may be faster than this bound.
+# each other, so their times add up; outside of the update's part, those of ``_early_bytes``.  This
+# was measured with matrix products that use all processors; if some processors are idle, a run may
+# be faster than this bound.
 
 
 def step_bound(
@@ -203,14 +210,14 @@ def step_bound(
         tokens: of a step, over all micro-steps; 0 leaves compute out.
         compute_s: seconds of compute of a step, if they were measured.
     """
-    flops = step_flops(layout.units, tokens)
+    flops = step_flops(layout.units, tokens) + _recomputed_flops(layout) * tokens
     update_s = step_update_seconds(layout, rates)
     seconds = lane_seconds(links, rates, update_s=update_s, flops=flops)
     if compute_s:
         seconds["compute"] = compute_s
     floors = dict(seconds)
     compute = seconds.get("compute", 0.0)
-    last = compute * _backward_share(layout.units) / micro_steps  # backward
+    last = compute * _backward_share(layout) / micro_steps  # backward
     before = max(compute - last, _first_forward(layout, rates))
     out = _gathered_bytes(layout) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0
     out = out if micro_steps == 1 else 0.0
@@ -226,6 +233,8 @@ def step_bound(
             compute + seconds.get("update", 0.0) + _disk_cpu_seconds(links, rates),
         )
     aside = {"step": before + gradients, "backward": before, "next_forward": gradients}[update]
+    if compute and not layout.has_device and rates.disk_cpu_bytes_s:
+        aside += _early_bytes(layout, update) / rates.disk_cpu_bytes_s
     due = 1.0
     if update == "backward":  # with more micro-steps all gradients have a home to wait in
         due = max(0.0, _due_share(layout)) if micro_steps == 1 else 0.0
@@ -305,6 +314,22 @@ def _disk_beside(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]
         return {}
     lane = "read" if read_s >= write_s else "write"
     return {lane: _shared_seconds(read_s, write_s, rates)}
+
+
+def _early_bytes(layout: Layout, update: str) -> int:
+    """Return the least bytes that the disks move while compute runs and no update can: weights that
+    it reads, and gradients that wait on disk."""
+    paged = _moved_weights(layout)[1]
+    if update == "next_forward":  # only its backward counts
+        paged -= _moved_weights(layout, forward_only=True)[1]
+    weights = paged - layout.regions.host_weights - layout.regions.device_weights
+    grads = sum(
+        nbytes
+        for nbytes, home in zip(layout.grad_bytes, layout.homes, strict=True)
+        if home.grads is Tier.NVME
+    )
+    waiting = 0 if update == "backward" else grads - layout.regions.host_grads
+    return max(0, weights) + max(0, waiting)
 
 
 def _due_share(layout: Layout) -> float:

@@ -6,6 +6,12 @@ longer and says more.
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,3 +88,52 @@ def test_reads_and_writes_share_a_disk() -> None:
     assert seconds == pytest.approx({"read": 4 + 2, "write": 2, "copy_in": 0.25})
     assert move_seconds({"read": 8_000_000_000}, rates) == {"read": 4.0}
     assert move_seconds({"read": 8_000_000_000}, None) == {}
+
+
+def drawn(draw: random.Random, between: tuple[float, float]) -> float:
+    """A number with an even logarithm."""
+    return math.exp(draw.uniform(*map(math.log, between)))
+
+
+def drawn_machine(draw: random.Random) -> tuple[overspill.Rates, dict[str, Any]]:
+    """Rates, and the options of a machine that has them: with a device or without one."""
+    read, write = drawn(draw, (5e8, 8e9)), drawn(draw, (3e8, 6e9))
+    disks_and_processors = {
+        "disk_read_bytes_s": read,
+        "disk_write_bytes_s": write,
+        "disk_both_bytes_s": drawn(draw, (max(read, write), read + write)),
+        "disk_cpu_bytes_s": drawn(draw, (4e9, 4e10)),
+        "update_params_s": drawn(draw, (1e8, 5e9)),
+        "dram_bytes_s": drawn(draw, (1e10, 2e11)),
+        "device_flops_s": drawn(draw, (1e11, 3e12)),
+    }
+    host = {"host_memory": int(drawn(draw, (48e6, 4e8)))}
+    if draw.random() < 0.4:
+        return overspill.Rates(**disks_and_processors), {"device": "cpu", **host}
+    link = {
+        "h2d_bytes_s": drawn(draw, (4e9, 5e10)),
+        "d2h_bytes_s": drawn(draw, (4e9, 5e10)),
+        "link_latency_s": 1e-5,
+        "device_update_params_s": drawn(draw, (5e8, 2e10)),
+    }
+    device = {"device": "sim", "device_memory": int(drawn(draw, (32e6, 1.2e8)))}
+    return overspill.Rates(**disks_and_processors, **link), {**device, **host}
+
+
+def test_drawn_machines_are_planned_near_their_bound(tmp_path: Path) -> None:
+    """No schedule is below the bound, and that of the engine is seldom far above it."""
+    shape = Shape(layers=12, width=256, heads=4, vocabulary=2048, batch=2, tokens=256)
+    draw, ratios = random.Random(0), []
+    for number in range(20):
+        rates, options = drawn_machine(draw)
+        model = meta_model(shape).to(torch.bfloat16)
+        update = ("next_forward", "next_forward", "step", "backward")[number % 4]
+        plan = overspill.plan(
+            model, torch.optim.AdamW(model.parameters()), rates=rates, nvme=tmp_path, durable=False,
+            tokens=shape.tokens_per_step, update=update, **options,
+        )  # fmt: skip
+        assert plan.fits and plan.step_s and plan.bound_s, (number, rates, options)
+        ratios.append(plan.step_s / plan.bound_s)
+    assert min(ratios) > 0.999, ratios
+    assert statistics.median(ratios) < 1.05 and max(ratios) < 1.25, ratios
+    assert sum(ratio > 1.1 for ratio in ratios) <= 5, ratios  # twelve units fill no pipeline

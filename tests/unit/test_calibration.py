@@ -198,6 +198,19 @@ def test_a_lane_that_stays_off_its_rate_is_said() -> None:
     assert told(*[step(7 * 10**7, 0.25)] * 2 * STEPS) == [], "slow, but nobody waits for it"
 
 
+def test_reads_beside_writes_are_held_against_their_share() -> None:
+    rates = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=3e9, disk_both_bytes_s=1.2e9)
+    busy = {name: LaneStats(10**9, 1.0, 0.0) for name in ("read", "write")}
+
+    def told_of(**lanes: LaneStats) -> list[str]:
+        drift, seen = Drift(rates), Stats(1.0, 1.0, dict.fromkeys(LANES, LaneStats()) | lanes)
+        return [said for _ in range(STEPS) if (said := drift.see(seen)) is not None]
+
+    assert told_of(**busy) == [], "a third of its own rate is what writes have beside reads"
+    assert len(told_of(write=busy["write"])) == 1
+    assert len(told_of(read=busy["read"], write=LaneStats(10**8, 1.0, 0.0))) == 1
+
+
 def test_a_run_at_other_rates_has_them_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

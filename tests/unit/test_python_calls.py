@@ -53,7 +53,7 @@ def wrapped_calls(blocks: int, update: Any) -> tuple[int, int]:
         return alone, calls(model, optimizer)
 
 
-# A block has four parameters in two modules.  Measured: 294, 330 and 370, and up to one more where a
+# A block has four parameters in two modules.  Measured: 294, 330 and 370, and up to one more if a
 # lane answers late; raise a bound only with a reason.
 @pytest.mark.parametrize(
     ("update", "most"), [("step", 298), ("next_forward", 334), ("backward", 374)]
