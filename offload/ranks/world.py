@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from ..config import OffloadConfig, parse_size
 from ..errors import RankError
 from ..facts.rates import Rates
 from ..open_engines import untaken
-from ..optim.cores import usable_cpus
+from ..optim.cores import allowed_cpus, quota_cpus
 from ..planning.budgets import (
     DISK_MARGIN,
     HOST_MARGIN,
@@ -113,6 +113,7 @@ class World:
     Attributes:
         group: the group for messages of the training thread.
         votes: the votes of the commit thread, on a group of its own.
+        cpu_share: this rank's share of the time of the processors that it may use.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, *, weights: bool = False) -> None:
@@ -127,8 +128,10 @@ class World:
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
         self._lost = False  # whether a ``gathered`` was begun and did not end
         self.rank, self.size = dist.get_rank(ranks), len(members)
-        machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
-        here = [i for i, name in enumerate(machines) if name == machines[self.rank]]
+        machine = f"{socket.gethostname()}:{_boot()}"
+        everyone = self.gathered((machine, allowed_cpus()))
+        here = [i for i, (name, _) in enumerate(everyone) if name == machine]
+        self.cpu_share = share_of_cpus([everyone[i][1] for i in here], everyone[self.rank][1])
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._first_here = here[0]
 
@@ -296,7 +299,8 @@ class World:
             changed["nvme_memory"] = disk // self.local_size
             changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))
         if config.threads is None:
-            changed["threads"] = max(1, usable_cpus() // self.local_size)
+            count = min(int(len(allowed_cpus()) * self.cpu_share), quota_cpus() // self.local_size)
+            changed["threads"] = max(1, count)
         return replace(config, **changed)
 
     def _own_folder(self, folder: Path) -> Path:
@@ -306,12 +310,25 @@ class World:
 
     def rates(self, whole: Rates) -> Rates:
         """Return the rates of one of a machine's ranks while all of them work."""
-        shared = (
-            "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s",
-            "update_params_s", "update_beside_params_s", "host_flops_s",
-        )  # fmt: skip
-        found = {name: getattr(whole, name) for name in shared}
-        return replace(whole, **{k: v / self.local_size for k, v in found.items() if v is not None})
+        disks = "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s"
+        processors = "update_params_s", "update_beside_params_s", "host_flops_s"
+        shares = dict.fromkeys(disks, 1 / self.local_size) | dict.fromkeys(
+            processors, self.cpu_share
+        )
+        found = {name: getattr(whole, name) for name in shares}
+        return replace(whole, **{k: v * shares[k] for k, v in found.items() if v is not None})
+
+
+def share_of_cpus(ranks: Sequence[Collection[int]], mine: Collection[int]) -> float:
+    """Return the share of one of a machine's ranks in the processors that it may use.
+
+    It is 1 if every rank is bound to its own ones, and ``1 / len(ranks)`` if none is bound.
+
+    Args:
+        ranks: the processors of each rank.
+        mine: those of this rank.
+    """
+    return sum(1 / sum(cpu in cpus for cpus in ranks) for cpu in mine) / len(mine)
 
 
 def _boot() -> str:

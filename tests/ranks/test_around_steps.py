@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import overspill
+from overspill.ranks.world import World, share_of_cpus
 
 from .spawned import RATES, Net, adamw, folder_of, loss_of, sharded, spawn
 
@@ -251,3 +253,32 @@ def on_ddp(rank: int, size: int, folder: Path) -> None:
 
 def test_ddp(tmp_path: Path) -> None:
     spawn(2, on_ddp, tmp_path)
+
+
+# -- processors -----------------------------------------------------------------------------------
+
+
+def bound_to(rank: int, _size: int, cpus: list[set[int]]) -> None:
+    os.sched_setaffinity(0, cpus[rank])
+    world = World(dist.group.WORLD)
+    own = world.share(overspill.OffloadConfig(device="cpu", host_memory="64MiB"))
+    rates = world.rates(overspill.Rates(update_params_s=8e9, disk_read_bytes_s=8e9))
+    world.close()
+    expected = 1.0 if cpus[0].isdisjoint(cpus[1]) else 0.5
+    assert world.cpu_share == expected
+    assert own.threads == max(1, int(len(cpus[rank]) * expected))
+    assert (rates.update_params_s, rates.disk_read_bytes_s) == (8e9 * expected, 4e9)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_ranks_that_are_bound_to_processors_have_them_to_themselves() -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    spawn(2, bound_to, [{first}, {second}])
+    spawn(2, bound_to, [{first, second}] * 2)
+
+
+def test_the_share_of_a_rank_in_its_processors() -> None:
+    assert share_of_cpus([range(8)] * 4, range(8)) == 0.25
+    halves = [range(4), range(4), range(4, 8), range(4, 8)]
+    assert [share_of_cpus(halves, cpus) for cpus in halves] == [0.5] * 4
+    assert share_of_cpus([range(4), range(2)], range(4)) == 0.75
