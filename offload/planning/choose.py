@@ -33,6 +33,7 @@ CHOOSING_SUBGROUPS = 100  # coarser, shorter simulations are faster and rank lay
 CHOOSING_STEPS = 6
 RECOMPUTING_STEPS = 2  # one to record uses, one to measure: activations live within a step
 WORTH = 0.99  # a choice must be faster than this share of the best: the simulator's accuracy
+HOPELESS = 1.1  # a simulated step this far above that is not followed by faster ones
 # Updates of adapters on the device may be a little slower by this simulator, which does not count
 # that they need no CPU, and that compute never waits for them.
 NO_SLOWER = 1.005
@@ -161,6 +162,7 @@ def _best_needs(
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
     seen: list[tuple[object, ...]] = []
+    times: list[float] = []
 
     def try_out(tried: Needs, worth: float = WORTH) -> None:
         nonlocal best, best_s
@@ -171,11 +173,14 @@ def _best_needs(
         if shortfalls or placed in seen:
             return
         seen.append(placed)
-        seconds = balanced_s(layout, tried, rates, compute_s)
+        seconds = balanced_s(layout, tried, rates, compute_s, HOPELESS * worth * best_s)
+        times.append(seconds)
         if seconds < worth * best_s:
             best, best_s = tried, seconds
 
     for each in DEPTHS if depth is None else (depth,):
+        if len(times) == 2 and math.isclose(*times, rel_tol=1e-3):
+            break  # weights are not what steps wait for
         try_out(replace(fixed, prefetch_depth=each))
     if prefer is None and budgets.nvme is not None:
         for other in OTHERS:
@@ -217,11 +222,14 @@ def recomputing(
     return choose_recompute(coarse, costs, needs.recomputable, seconds, now)
 
 
-def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
-    """Return the seconds of a step whose micro-steps compute for ``compute_s`` each."""
+def balanced_s(
+    layout: Layout, needs: Needs, rates: Rates, compute_s: float, hopeless_s: float = math.inf
+) -> float:
+    """Return the seconds of a step whose micro-steps compute for ``compute_s`` each; if they are
+    more than ``hopeless_s``, those of some step."""
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
     costs = Costs.balanced(coarse, rates, compute_s)
-    return run_steps(coarse, costs, needs, CHOOSING_STEPS).step_s
+    return run_steps(coarse, costs, needs, CHOOSING_STEPS, hopeless_s).step_s
 
 
 def plan_layout(
@@ -256,8 +264,11 @@ class Steps:
     step: Simulated
 
 
-def run_steps(layout: Layout, costs: Costs, needs: Needs, most_steps: int = MOST_STEPS) -> Steps:
-    """Simulate steps with commits as often as ``needs`` says.
+def run_steps(
+    layout: Layout, costs: Costs, needs: Needs, most_steps: int = MOST_STEPS,
+    hopeless_s: float = math.inf,
+) -> Steps:  # fmt: skip
+    """Simulate steps with commits as often as ``needs`` says.  For ``hopeless_s`` see ``simulate``.
 
     Commits that are not in every step are not simulated one by one: a step is charged the average
     share of the cost that commits have in every step.
@@ -266,12 +277,12 @@ def run_steps(layout: Layout, costs: Costs, needs: Needs, most_steps: int = MOST
     def run(commit: bool) -> Simulated:
         return simulate(
             layout, costs, micro_steps=needs.accumulate, update=needs.update, commit=commit,
-            most_steps=most_steps,
+            most_steps=most_steps, hopeless_s=hopeless_s,
         )  # fmt: skip
 
     most = run(needs.commit_every == 1)
     step_s, links = most.stats.step_s, most.link_bytes
-    if needs.commit_every > 1:
+    if needs.commit_every > 1 and step_s < hopeless_s:
         every = run(True)
         step_s += (every.stats.step_s - step_s) / needs.commit_every
         links = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,9 +43,10 @@ class Simulated:
 
 def simulate(
     layout: Layout, costs: Costs, *, micro_steps: int, update: str, commit: bool = False,
-    most_steps: int = MOST_STEPS,
+    most_steps: int = MOST_STEPS, hopeless_s: float = math.inf,
 ) -> Simulated:  # fmt: skip
-    """Simulate steps until they repeat, or ``most_steps`` of them.
+    """Simulate steps until they repeat, or ``most_steps`` of them, or until one after the first
+    ``WARM_STEPS`` - 1 takes ``hopeless_s``.
 
     What one step leaves in memory decides what the next one reads, so steps may alternate between
     several kinds, and some never repeat.
@@ -61,6 +63,8 @@ def simulate(
         lasted.append(run.step(micro_steps, update, commit=commit))
         moved.append(dict(run.moved))
         count = _repeated(lasted[unlike:])
+        if not count and len(lasted) >= WARM_STEPS and lasted[-1] >= hopeless_s:
+            count = 1
     count = count or max(1, most_steps - WARM_STEPS)
     marks = run.trace.steps[-count:]
     whole = StepMark(marks[0].index, marks[0].started_ns, marks[-1].finished_ns)

@@ -246,7 +246,9 @@ def test_visits_must_save_more_than_the_simulator_can_know(
     compute.  ``beside``: as many times the least compute, more of it hides what visits gain."""
     least = math.inf
 
-    def simulated(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
+    def simulated(
+        layout: Layout, needs: Needs, rates: Rates, compute_s: float, hopeless_s: float = math.inf
+    ) -> float:
         nonlocal least
         least = min(least, compute_s)
         return 1 - gain if layout.visiting and compute_s < beside * least else 1.0
