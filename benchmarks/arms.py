@@ -23,6 +23,7 @@ PEERS: Mapping[str, tuple[str, str | None, Mapping[str, Any]]] = {
     "fsdp2": ("fsdp2", None, {}),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", {}),
     "megatrain": ("megatrain", "deepspeed", {}),
+    "roundpipe": ("roundpipe", "roundpipe", {}),
     "transformers-offload": ("transformers", None, {"offload": True}),
 }
 

@@ -27,7 +27,7 @@ class Case:
     it over the one rank of FSDP2, the state in host memory; else a peer.
     ``update``: overspill's mode.  ``batches``: sequences a step, one after the other.
     ``activations``: of overspill; those that are kept lie beside its budget.
-    ``limit_s``: it is ended after that.
+    ``limit_s``: it is ended after that.  ``compiled``: each block by ``torch.compile``.
     """
 
     model: str
@@ -36,12 +36,14 @@ class Case:
     batches: tuple[int, ...] = (8,)
     limit_s: float = 90
     activations: str = "keep"
+    compiled: bool = False
 
     @property
     def name(self) -> str:
+        beside = ", compiled" if self.compiled else ""
         if self.engine == TORCH:
-            return "torch, all on the device"
-        beside = "" if self.activations == "keep" else f", activations {self.activations}"
+            return f"torch, all on the device{beside}"
+        beside += "" if self.activations == "keep" else f", activations {self.activations}"
         return f"overspill, {self.engine}, {self.update}{beside}" if self.update else self.engine
 
 
@@ -49,19 +51,26 @@ BOTH = (8, 32)  # 16 K and 64 K tokens a step
 CASES: Sequence[Case] = (
     Case("1 B", TORCH, batches=BOTH),
     Case("1 B", HOST, "next_forward", BOTH),
-    Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
-    Case("1 B", "deepspeed-zero3", limit_s=150),  # compiles its update first
+    Case("1 B", HOST, "backward", BOTH),
+    Case("7 B", TORCH, batches=BOTH),
+    Case("7 B", HOST, "next_forward", BOTH, limit_s=180),
+    Case("7 B", HOST, "backward", BOTH, limit_s=180),
+    Case("1 B", "roundpipe", limit_s=120),  # compiles its update first, as DeepSpeed does
+    Case("1 B", "deepspeed-zero3", limit_s=150),
     Case("1 B", "deepspeed-zero2"),
+    Case("1 B", "fsdp2"),
+    Case("1 B", TORCH, compiled=True, limit_s=120),
+    Case("1 B", HOST, "next_forward", compiled=True, limit_s=120),
+    Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
     Case("1 B", DISK, "next_forward"),
     Case("1 B", SHARDED, "next_forward"),  # the only one over NCCL
-    Case("7 B", TORCH, batches=BOTH),
-    Case("7 B", HOST, "backward", BOTH, limit_s=180),
     Case("1 B", "deepspeed-nvme", limit_s=120),
-    Case("1 B", "megatrain", limit_s=150),  # compiles its update first, as deepspeed does
-    Case("1 B", HOST, "backward"),
+    Case("1 B", "megatrain", limit_s=150),
     Case("1 B", "transformers-offload", batches=BOTH),  # of activations alone
     Case("1 B", "torchao"),
     Case("3 B", TORCH),
+    Case("3 B", HOST, "next_forward", limit_s=120),
+    Case("3 B", "roundpipe", limit_s=150),
     Case("3 B", DISK, "backward", limit_s=120),
     Case("1 B", DISK, "backward"),
     Case("1 B", HOST, "step"),
@@ -105,10 +114,13 @@ class Scale:
 
     def worker(self, case: Case, plan: Plan, store: Path) -> Worker:
         """The case's arm."""
-        if case.engine == TORCH:
+        if case.engine == TORCH and not case.compiled:
             return Worker(case.name, plan, self.device, None)
+        if case.engine == TORCH:
+            return Worker(case.name, plan, self.device, {}, "torch-compiled")
         if case.update:
             engine = "overspill-fsdp2" if case.engine == SHARDED else "overspill"
+            engine += "-compiled" if case.compiled else ""
             return Worker(case.name, plan, self.device, self.options(case, store), engine)
         return peer(case.engine, plan, store, "cpu" if self.device == "sim" else self.device)
 
@@ -138,10 +150,12 @@ class Needs:
 # Bytes a parameter in host memory and on disk.  DeepSpeed holds an fp32 gradient and a copy in bf16
 # beside its 12 bytes of state, and swaps the gradient too; ours is the split master with its
 # moments, and gradients in bf16; torchao has weights, gradients and two moments in bf16; MegaTrain
-# two copies of bf16 weights, bf16 gradients and fp32 moments.
+# two copies of bf16 weights, bf16 gradients and fp32 moments; RoundPipe fp32 weights, gradients and
+# moments, and bf16 weights and gradients; FSDP2 what torchao has.
 HOST_STATE = {
     TORCH: 0, HOST: 14, DISK: 0, SHARDED: 14, "deepspeed-zero3": 22, "deepspeed-zero2": 22,
     "deepspeed-nvme": 8, "torchao": 8, "megatrain": 14, "transformers-offload": 0,
+    "roundpipe": 20, "fsdp2": 8,
 }  # fmt: skip
 ALL_THERE = (TORCH, "transformers-offload")  # weights, gradients and moments in bf16
 DISK_STATE = {DISK: 12, "deepspeed-nvme": 16}

@@ -160,9 +160,7 @@ class Llama(nn.Module):
         """``tokens``: (batch, tokens + 1), int64."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.tokens(inputs)
-        half = torch.arange(0, self.size, 2, device=x.device) / self.size
-        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e4**-half)
-        turns = torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2).to(x.dtype)
+        turns = turns_of(x, self.size)
         for block in self.blocks:
             x = (
                 checkpoint(block, x, turns, use_reentrant=False)
@@ -170,6 +168,13 @@ class Llama(nn.Module):
                 else block(x, turns)
             )
         return _loss(self.head, self.norm(x), targets, chunked=self.chunked)
+
+
+def turns_of(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Cosines and sines that turn heads of ``size``: (2, tokens, size); for x (batch, tokens, _)."""
+    half = torch.arange(0, size, 2, device=x.device) / size
+    angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e4**-half)
+    return torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2).to(x.dtype)
 
 
 def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:

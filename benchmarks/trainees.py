@@ -65,8 +65,8 @@ class DeepSpeedTrainee(Trainee):
         torch.distributed.destroy_process_group()
 
 
-class MegaTrainee(Trainee):
-    """MegaTrain's engine does all three parts of a step, and gives a loss."""
+class WholeTrainee(Trainee):
+    """An engine, in the optimizer's place, that does all three parts of a step and gives a loss."""
 
     def step(self, tokens: torch.Tensor, between: Callable[[], None] | None = None) -> float:
         return float(self.optimizer.step(tokens))
@@ -206,7 +206,31 @@ def _megatrain(model: nn.Module, device: torch.device, options: Options) -> Trai
     checkout()  # before anything is filled
     batch, tokens = options["batch"], options["tokens"]
     made = Engine(filled(model, "cpu"), batch=batch, tokens=tokens, rate=LEARNING_RATE)
-    return MegaTrainee(model, made, device)
+    return WholeTrainee(model, made, device)
+
+
+def _roundpipe(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    from .roundpipe import Engine
+
+    _require_llama(model)
+    if device.type != "cuda":
+        raise RuntimeError("RoundPipe needs a GPU")
+    return WholeTrainee(model, Engine(filled(model, "cpu"), rate=LEARNING_RATE), device)
+
+
+def _torch_compiled(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    _compile_blocks(model)
+    return _torch(model, device, options)
+
+
+def _overspill_compiled(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    _compile_blocks(model)
+    return _overspill(model, device, options)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    for block in model.get_submodule("blocks").children():
+        block.compile()
 
 
 def _alone() -> None:
@@ -233,6 +257,9 @@ ENGINES: Mapping[str, Callable[[nn.Module, torch.device, Options], Trainee]] = {
     "bitsandbytes": _bitsandbytes,
     "transformers": _transformers,
     "megatrain": _megatrain,
+    "roundpipe": _roundpipe,
+    "torch-compiled": _torch_compiled,
+    "overspill-compiled": _overspill_compiled,
 }
 
 
