@@ -171,7 +171,7 @@ class Llama(nn.Module):
 
 
 def turns_of(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Cosines and sines that turn heads of ``size``: (2, tokens, size); for x (batch, tokens, _)."""
+    """Cosines and sines, (2, tokens, size), that turn heads of ``size`` of x (batch, tokens, _)."""
     half = torch.arange(0, size, 2, device=x.device) / size
     angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e4**-half)
     return torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2).to(x.dtype)
