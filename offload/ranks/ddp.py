@@ -105,6 +105,9 @@ class Replicated:
                 "only when backward is over; use update='next_forward'"
             )
 
+    def give_back(self) -> None:
+        """Do nothing: the strategy changes nothing."""
+
 
 def _refuse(name: str, p: nn.Parameter) -> None:
     if p.is_meta:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..config import OffloadConfig
 from ..errors import ModelError
 from .filling import give_memory
-from .fsdp_private import ShardedModule, sharded_modules
+from .fsdp_private import HostPolicy, ShardedModule, sharded_modules
+
+log = logging.getLogger("overspill")
 
 
 class FullySharded:
@@ -28,13 +32,29 @@ class FullySharded:
             OffloadError: the model is not sharded in a way that can be wrapped.
         """
         self.model, self.held = model, (model,)
-        if filled:
-            give_memory(model, device)
-        self.parts = sharded_modules(model)
-        _refuse(model, self.parts)
+        self._host_policy = HostPolicy(model)
+        try:
+            if self._host_policy.device is not None:
+                self._host_policy.drop()
+                log.info(
+                    "overspill: fully_shard's CPUOffloadPolicy is not used while the model is "
+                    "wrapped: its shards are on %s, and their state is where overspill plans it",
+                    self._host_policy.device,
+                )
+            if filled:
+                give_memory(model, device)
+            self.parts = sharded_modules(model)
+            _refuse(model, self.parts)
+        except BaseException:
+            self._host_policy.restore()
+            raise
 
     def refuse(self, config: OffloadConfig) -> None:
         """Accept all options that ``refuse_options`` accepts."""
+
+    def give_back(self) -> None:
+        """Restore FSDP2's own policy."""
+        self._host_policy.restore()
 
 
 def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
@@ -70,8 +90,3 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
                 f"parameter {name!r} is sharded as {p.placements}, and not by its rows; leave "
                 "shard_placement_fn out"
             )
-    if any(shard.offloads for each in modules for shard in each.shards):
-        raise ModelError(
-            "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards in host memory itself, "
-            "and overspill their state: leave offload_policy out"
-        )

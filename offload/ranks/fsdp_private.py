@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ..errors import WeightError
@@ -116,11 +116,6 @@ class Shard:
     def first_row(self, rank: int) -> int:
         """Return where a rank's rows begin in the whole parameter."""
         return min(rank * int(self._of.padded_sharded_param_size[0]), self.param.shape[0])
-
-    @property
-    def offloads(self) -> bool:
-        """Whether FSDP2 itself keeps the shard in host memory."""
-        return bool(self._of.offload_to_cpu)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -255,6 +250,52 @@ def _spread(groups: Sequence[Any]) -> None:
     for group in groups:
         group.wait_for_unshard()  # a prefetch may be in progress
         group._to_sharded()  # not ``reshard``, which may keep them for an unfinished forward
+
+
+class HostPolicy:
+    """FSDP2's ``CPUOffloadPolicy`` of a model: it keeps shards and their gradients in host memory,
+    and copies shards to the device to gather them.
+
+    Attributes:
+        device: where the model computes; ``None`` if there is no such policy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
+        self._groups = [
+            (group, group.offload_policy) for group in groups
+            if isinstance(group.offload_policy, CPUOffloadPolicy)
+        ]  # fmt: skip
+        self._pinned = [(p, p.pin_memory) for group, _ in self._groups for p in group.fsdp_params]
+        self.device: torch.device | None = self._groups[0][0].device if self._groups else None
+
+    def drop(self) -> None:
+        """Move the shards to the device, where FSDP2 leaves them from now on."""
+        for group, _ in self._groups:
+            group.offload_policy = OffloadPolicy()
+        for p, _ in self._pinned:
+            p.offload_to_cpu = p.pin_memory = False
+            _move(p, p.device)
+
+    def restore(self) -> None:
+        """Undo ``drop``."""
+        for group, policy in self._groups:
+            group.offload_policy = policy
+        for p, pinned in self._pinned:
+            p.offload_to_cpu, p.pin_memory = True, pinned
+            _move(p, torch.device("cpu"))
+
+
+def _move(of: Any, device: torch.device) -> None:
+    """Move a sharded parameter, which stays the same object, to a device."""
+    p: nn.Parameter = of.sharded_param
+    if p.is_meta or p.device == device:
+        return
+    moved = nn.Parameter(p.detach().to(device), p.requires_grad)
+    if p.grad is not None:
+        moved.grad = p.grad.to(device)
+    torch.utils.swap_tensors(p, moved)
+    of.reset_sharded_param()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -87,6 +87,10 @@ class ParallelStrategy(Protocol):
         """
         ...
 
+    def give_back(self) -> None:
+        """Restore what the strategy changed in the model."""
+        ...
+
 
 def rows_in(tensor: torch.Tensor) -> int:
     """Return the number of rows; a scalar is one row."""

@@ -79,10 +79,14 @@ class Sharding:
         else:
             self._way = FullySharded(model, device=device, filled=filled)
         self.model = self._way.model
-        check_modules(self.model)
         self.world = world
         self._parts: Sequence[SpreadModule] = self._way.parts
-        self.shards = Shards(self.model, self._parts)
+        try:
+            check_modules(self.model)
+            self.shards = Shards(self.model, self._parts)
+        except BaseException:
+            self._way.give_back()
+            raise
         self._bridges: list[Bridge | ReplicaBridge] = []
         self._conversions: Conversions | None = None
         self._marks: ModelMarks | None = None
@@ -117,6 +121,7 @@ class Sharding:
             self._conversions.remove()
         if self._marks is not None:
             self._marks.remove()
+        self._way.give_back()
 
     def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
         """Return this rank's options.

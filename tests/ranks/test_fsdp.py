@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import overspill
 from overspill.optim.formats import round_to_upper
 
-from .spawned import RATES, adamw, folder_of, loss_of, sharded, spawn, whole
+from .spawned import RATES, Net, adamw, folder_of, loss_of, net, sharded, spawn, whole
 
 STEPS = 5
 CASES: list[dict[str, Any]] = [
@@ -180,3 +181,47 @@ def test_the_wire_carries_what_fsdp2_sends(size: int) -> None:
         for each in others:
             assert dict(each - alone) == {"c10d.allgather_.default": 3 * 2 * 8 * (size + 1)}
             assert not alone - each
+
+
+# -- CPUOffloadPolicy -----------------------------------------------------------------------------
+
+
+def offloading() -> Net:
+    model, policy = net(), CPUOffloadPolicy(pin_memory=False)
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    return model
+
+
+def offloads(model: nn.Module) -> set[tuple[bool, type]]:
+    """Of every group of parameters: whether FSDP2 offloads it, and its policy."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found |= {(p.offload_to_cpu, type(group.offload_policy)) for p in group.fsdp_params}
+    return found
+
+
+def with_policy(rank: int, size: int) -> None:
+    losses = train(plain := offloading(), adamw(plain), rank)
+    model = offloading()
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match="not in the model"):
+        overspill.wrap(model, adamw(net()), device="cpu", rates=RATES)
+    assert offloads(model) == {(True, CPUOffloadPolicy)}
+    optimizer = wrapped(model, None, {}, "cpu")
+    assert offloads(model) == {(False, OffloadPolicy)}
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert train(model, optimizer, rank) == pytest.approx(losses, rel=1e-6)
+    weights = whole(model)
+    overspill.unwrap(model)
+    assert offloads(model) == {(True, CPUOffloadPolicy)}
+    assert all(torch.equal(whole(model)[name], value) for name, value in weights.items())
+    losses = train(plain, adamw(plain), rank)
+    assert train(model, adamw(model), rank) == pytest.approx(losses, rel=1e-5)
+
+
+def test_fsdp2s_own_offloading_is_taken_over() -> None:
+    spawn(2, with_policy)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
@@ -69,9 +69,6 @@ def of_sharding(rank: int, size: int, folder: Path) -> None:
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     trains(model, rank)
-    model = net()
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    refused("leave offload_policy out", model)
     model = net()
     fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     refused("leave shard_placement_fn out", model)

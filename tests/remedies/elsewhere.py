@@ -280,9 +280,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/fsdp.py", ", and not by its rows; leave shard_placement_fn out"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/ranks/fsdp.py", "state: leave offload_policy out"): (
-        "tests/ranks/test_remedies.py::test_remedies"
-    ),
     ("offload/ranks/optimizer.py", "it; use optimizer.load_state_dict"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
