@@ -11,16 +11,71 @@ import errno
 import math
 import mmap
 import os
+import queue
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
-from .backend import LATENCY_STEPS, Completion, LaneCounts, Outcome, Segment, Tuning
-from .daemon_pool import DaemonPool
+from .backend import (
+    LATENCY_STEPS,
+    Backend,
+    Completion,
+    LaneCounts,
+    NativeBackend,
+    Outcome,
+    Segment,
+    Tuning,
+)
 from .types import SECTOR_BYTES
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+class DaemonPool(Executor):
+    """``threads`` daemon threads, joined by ``shutdown``."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{index}", daemon=True)
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """See ``concurrent.futures.Executor``."""
+        future: Future[_T] = Future()
+        self._tasks.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Lets what was submitted end, then the threads."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, run = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(run())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, run  # nothing of the last transfer is kept while waiting
+
 
 _MAX_ATTEMPTS = 50
 _REPEAT = (errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOBUFS)
@@ -207,10 +262,10 @@ class AiofilesBackend:
         if request is None or request.started_ns:
             return False
         for lane in self._lanes:
-            for queue in lane.queues:
-                kept = [block for block in queue if block.request is not request]
-                queue.clear()
-                queue.extend(kept)
+            for waiting in lane.queues:
+                kept = [block for block in waiting if block.request is not request]
+                waiting.clear()
+                waiting.extend(kept)
         request.failure = self._failure(request, Outcome.CANCELLED, errno.ECANCELED)
         self._end_request(request)
         return True
@@ -220,11 +275,11 @@ class AiofilesBackend:
         if request is None or request.urgent:
             return
         for lane in self._lanes:
-            queue = lane.queue_of(request)
-            mine = [block for block in queue if block.request is request]
-            kept = [block for block in queue if block.request is not request]
-            queue.clear()
-            queue.extend(kept)
+            waiting = lane.queue_of(request)
+            mine = [block for block in waiting if block.request is request]
+            kept = [block for block in waiting if block.request is not request]
+            waiting.clear()
+            waiting.extend(kept)
             lane.queues[2 + request.write].extend(mine)
         request.urgent = True
 
@@ -330,3 +385,14 @@ class AiofilesBackend:
         with self._ready:
             self._ended.append(ended)
             self._ready.notify()
+
+
+def open_backend(fds: Sequence[int], tuning: Tuning) -> Backend:
+    """Starts the backend that ``tuning`` names, over open files.
+
+    Raises:
+        RuntimeError: a part that it needs is not installed.
+    """
+    if tuning.backend == "aiofiles":
+        return AiofilesBackend(fds, tuning)
+    return NativeBackend.start(fds, tuning)

@@ -44,8 +44,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from .errors import IoError, OffloadError, refused
-from .flushing import sync_file, sync_folder, sync_tree
-from .folders import Named, exchange, has_links, merge, others
+from .folders import Named, exchange, has_links, merge, others, sync_file, sync_folder, sync_tree
 from .pins import is_current
 
 log = logging.getLogger("overspill")

@@ -6,7 +6,9 @@ before it, a write for everything before it.  Requests to different extents know
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,10 +20,57 @@ from numpy.typing import NDArray
 
 from .backend import Backend, Completion, Outcome, Segment
 from .buffers import TransferMemory
-from .completion_errors import cancelled, error_of
-from .contents import ExtentContents, Fill
-from .errors import IoError, LifecycleError, OffloadError
+from .errors import CorruptionError, IoError, LifecycleError, OffloadError, remedy_for
+from .extent_table import ExtentContents, Fill
+from .store import StoreFile
 from .types import Extent, Ticket
+
+
+def error_of(completion: Completion, ticket: Ticket, paths: Sequence[str]) -> IoError | None:
+    """The error of a request that has ended; ``None`` if it went well."""
+    if completion.outcome == Outcome.DONE:
+        return None
+    if completion.outcome == Outcome.CANCELLED:
+        return cancelled(ticket)
+    path, offset, nbytes = paths[completion.lane], completion.offset, completion.nbytes
+    where = f"{path}: {ticket.kind} of {nbytes} bytes at offset {offset}"
+    if completion.outcome == Outcome.CORRUPT:
+        return CorruptionError(
+            f"{where}: CRC-32 expected {completion.expected:#010x}, found "
+            f"{completion.found:#010x}: these are not the bytes that were written; the device or "
+            "its driver loses data: go back to the last commit, on another device",
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+            expected=completion.expected,
+            found=completion.found,
+        )
+    if completion.outcome == Outcome.TRUNCATED:
+        return IoError(
+            f"{where}: the file ends before; it was truncated while in use: nothing else may write "
+            "to the store",
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+            errno=completion.error,
+        )
+    return IoError(
+        f"{where}: {os.strerror(completion.error)}; {remedy_for(completion.error)}",
+        path=path,
+        offset=offset,
+        nbytes=nbytes,
+        errno=completion.error,
+    )
+
+
+def cancelled(ticket: Ticket) -> IoError:
+    """The error of a request that was taken back."""
+    return IoError(
+        f"the {ticket.kind} of {ticket.extent} was cancelled before it started",
+        nbytes=ticket.nbytes,
+        errno=errno.ECANCELED,
+    )
+
 
 log = logging.getLogger("overspill.io_engine")
 
@@ -341,3 +390,25 @@ class Dispatcher:
                         nbytes=flight.ticket.nbytes,
                     ),
                 )
+
+
+STUCK_AFTER_S = 30.0
+
+log = logging.getLogger("overspill.io_engine")
+
+
+def forget_memory(mover: Backend, address: int, nbytes: int, owner: int) -> None:
+    """Memory that transfers have used is about to go."""
+    if os.getpid() == owner:  # in a forked child the backend is its parent's
+        mover.drop_memory(address, nbytes)
+
+
+def shut_down(dispatcher: Dispatcher, files: Sequence[StoreFile], owner: int) -> None:
+    """Ends the threads, and closes the files."""
+    if os.getpid() != owner:
+        return  # a forked child: threads, locks and files are its parent's
+    ended = dispatcher.close(STUCK_AFTER_S)
+    if not ended:
+        log.error("transfers are stuck in the kernel; their threads and files are left to it")
+    for file in files:
+        file.close(keep_descriptor=not ended)

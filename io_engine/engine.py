@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .aiofiles_backend import open_backend
 from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
-from .dispatch import Dispatcher, Flight
+from .dispatch import Dispatcher, Flight, forget_memory, shut_down
 from .errors import LifecycleError
 from .extent_table import ExtentTable
 from .manifest import Generation, Manifest, StoredItem, StoreLayout
 from .native import crc32
-from .opening import open_backend
 from .probe import measured_rates
 from .settings import choose_tuning, directory_list
-from .shutdown import forget_memory, shut_down
 from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
 from .transfer import Buffer, cut, plan_transfer, runs_of

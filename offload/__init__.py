@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .api import materialized, named_weights, plan, resume, unwrap, wrap
     from .config import OffloadConfig
+    from .engine_handle import OffloadedInference
     from .errors import BudgetError, CorruptionError, IoError, OffloadError
     from .facts.machine import Machine
     from .facts.rates import Rates
     from .facts.stats import MemoryStats, Stats
     from .facts.tier import Tier
-    from .inference import OffloadedInference
     from .integrations import offloading
     from .optimizer import OffloadedOptimizer, accumulate, ema
     from .planning.plan import Plan

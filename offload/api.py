@@ -17,10 +17,10 @@ from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import models_in, optimizer_for, warn_of_kept_options, with_formats
 from .engine import Engine, engine_of
+from .engine_handle import OffloadedInference
 from .errors import LifecycleError, RankError, StoreError
 from .facts.machine import Machine
 from .facts.rates import Rates
-from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
 from .joint_steps import in_parts
 from .open_engines import close_engines_in, describe, refuse_folders_in_use
@@ -299,7 +299,7 @@ def wrap(
     if one is None:
         return wrapped_for_inference(whole, config)
     if is_spread(whole):
-        from .ranks.wrapping import wrapped_shards
+        from .ranks.sharding import wrapped_shards
 
         return wrapped_shards(whole, one, config)
     if config.nvme is not None and (ranks := runs_in(config.nvme)):

@@ -25,7 +25,7 @@ from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
 from .grads.backward_update_policy import BackwardUpdatePolicy, Declared
-from .grads.gradient_door import GradientDoor, gradients_by
+from .grads.gradient_tensor import GradientDoor, gradients_by
 from .grads.gradients import GradientCollector
 from .grads.held_gradients import HeldGradients
 from .grads.update_waiter import UpdateWaiter

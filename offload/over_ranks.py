@@ -28,7 +28,7 @@ def is_spread(model: nn.Module) -> bool:
         model, nn.parallel.DistributedDataParallel
     ):
         return False
-    from .ranks.wrapping import is_spread as found
+    from .ranks.sharding import is_spread as found
 
     return found(model)
 

@@ -18,8 +18,8 @@ from .durable.meta import decode_facts
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
 from .engine import Engine, engine_of
+from .engine_handle import OffloadedInference
 from .errors import BudgetError
-from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator

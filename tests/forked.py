@@ -6,6 +6,6 @@ import multiprocessing
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "torch.distributed.fsdp", "torch.distributed.checkpoint", "overspill.ranks.wrapping",
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "overspill.ranks.sharding",
     "overspill.wrapping", "pytorch_optimizer", "pytest",
 ])  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .bench import bench_app
+from .bench_io import bench_io
+from .bench_optim import bench_optim
 from .doctor import doctor
 from .export import export
 from .generate import generate
@@ -16,6 +17,18 @@ from .plan import plan
 from .report import report
 from .trace import trace
 from .train import train
+
+bench_app = typer.Typer(
+    help="Measure this machine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+bench_app.command("io")(bench_io)
+bench_app.command("optim")(bench_optim)
+
+
+@bench_app.callback()
+def bench_options() -> None:
+    """Measure this machine."""
+
 
 app = typer.Typer(
     help="Train models that do not fit in GPU memory, on one machine.",

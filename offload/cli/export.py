@@ -36,8 +36,7 @@ def export(
         from ..durable.hub import named_by_config
         from ..durable.tensors import whole_stacks
         from ..errors import format_bytes
-        from ..ranks.exporting import export_run
-        from ..ranks.stores import find_run
+        from ..ranks.stores import export_run, find_run
 
         named = whole_stacks if config is None else named_by_config(config)
         run = find_run([store])

@@ -11,7 +11,7 @@ from ..facts.trace import Trace
 from ..schedule.arena import Place
 from ..schedule.messages import Update
 from .accelerators.base import Accelerator, CopyDone, Event
-from .events import RangeEvents
+from .compute_use import RangeEvents
 from .pools import Arenas
 
 

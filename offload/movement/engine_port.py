@@ -10,13 +10,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ..errors import LifecycleError
+from ..errors import BudgetError, LifecycleError
+from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
+    Accumulate,
     AwaitUpdate,
+    Clear,
+    Commit,
+    CopyIn,
+    CopyOut,
     Done,
     Freed,
     GradientStored,
@@ -25,14 +31,73 @@ from ..schedule.messages import (
     GradRoom,
     Grant,
     Held,
+    Kind,
     Need,
+    Read,
+    Refuse,
     Release,
     Signal,
+    Update,
+    Write,
 )
 from .compute_use import ComputeUse
 from .health import Health
 from .saved import End
-from .waiters import LANES, Waiter
+
+# The lane on which each kind of work runs, and which a thread waits for.
+LANES: dict[type, str] = {
+    Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
+    Clear: "update", Accumulate: "update", Update: "update", Commit: "write",
+}  # fmt: skip
+
+
+class Waiter:
+    """A request that waits for its grant.
+
+    Attributes:
+        asker: the thread that made the request.
+        lane: the lane whose work it waited for last.
+        abandoned: an exception ended the wait; the grant is to be returned.
+    """
+
+    __slots__ = ("abandoned", "asker", "error", "event", "grant", "lane", "signal", "ticket")
+
+    def __init__(self, ticket: int, signal: Signal, lane: str) -> None:
+        """
+        Args:
+            lane: the lane to name if no finished work ends the wait.
+        """
+        self.ticket, self.signal = ticket, signal
+        self.asker = threading.get_ident()
+        self.event = OneShotEvent()
+        self.grant: Grant | None = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.lane = lane
+
+
+def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
+    """Return the error for a request whose room no work in progress could free."""
+    regions, tier, item = layout.regions, refuse.tier, refuse.item
+    total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
+    unit = item.kind is Kind.WEIGHTS
+    if item.kind is Kind.SAVED:
+        where = "" if refuse.unit < 0 else f" in unit {layout.units[refuse.unit].name!r}"
+        named = "host" if tier is Tier.DEVICE and not layout.has_device else tier.value
+        others = [repr(each) for each in ("auto", "recompute") if each != layout.saved.policy]
+        remedy = (
+            f"raise {named}_memory, use fewer tokens, or pass activations={' or '.join(others)}"
+        )
+        return BudgetError(
+            f"what autograd keeps until backward (the activations){where}", named,
+            refuse.need_bytes, refuse.have_bytes, refuse.have_bytes, remedy,
+        )  # fmt: skip
+    return BudgetError(
+        f"unit {layout.units[item.number].name!r}" if unit else layout.name(item),
+        tier.value, refuse.need_bytes, refuse.have_bytes, total,
+        f"raise {tier.value}_memory, or free graphs that still hold weights",
+    )  # fmt: skip
+
 
 # Note [Interrupted requests]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~

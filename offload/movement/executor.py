@@ -47,19 +47,16 @@ from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from .accelerators.base import Accelerator
 from .commit_writer import CommitWriter
-from .compute_use import ComputeUse
+from .compute_use import ComputeUse, RangeEvents
 from .device_updates import DeviceUpdates, RecordParts
 from .disk import Disk
-from .engine_port import EnginePort
-from .events import RangeEvents
+from .engine_port import EnginePort, Waiter, refusal
 from .extents import Extents
 from .health import Health
 from .moves import Mover, Transfer
 from .pools import Arenas
-from .refusals import refusal
 from .saved import End, SavedStore
 from .update_lane import UpdateLane, UpdateWork, is_on_device
-from .waiters import Waiter
 
 
 class Executor:

@@ -12,8 +12,8 @@ from ..schedule.layout import Layout
 from ..schedule.messages import CopyIn, CopyOut, Key, Kind, Read, Write
 from ..schedule.units import Unit
 from .accelerators.base import Accelerator, CopyDone
+from .compute_use import RangeEvents
 from .disk import Disk, Moved
-from .events import RangeEvents
 from .extents import Extents
 from .packing import unpack_unit
 from .pools import Arenas

@@ -13,7 +13,7 @@ from ..schedule.layout import Layout
 from ..schedule.messages import Accumulate, Clear, Update
 from .accelerators.base import Accelerator
 from .accelerators.pace import Pace
-from .events import RangeEvents
+from .compute_use import RangeEvents
 from .pools import Arenas
 
 UpdateWork = Clear | Accumulate | Update

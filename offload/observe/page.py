@@ -17,7 +17,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ReportError
-from ..facts.figures import FIGURES
+from ..facts.stats import FIGURES
 from ..io_engine.atomic_files import write_text
 from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps

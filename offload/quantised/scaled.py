@@ -17,7 +17,7 @@ import torch
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
 from .base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
 from .cast import Cast
-from .scales import as_fp32
+from .fp4 import as_fp32
 
 METHODS = ("fp8", "fbgemm_fp8")
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "signed"}

@@ -20,11 +20,10 @@ from ..optimizer import OffloadedOptimizer
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
 from ..state.lazy_state import LazyState
-from .exporting import export_run
 from .fsdp_private import Shard
 from .parts import LocalShard
 from .shards import Shards
-from .stores import find_run
+from .stores import export_run, find_run
 from .world import World
 
 log = logging.getLogger("overspill")

@@ -26,15 +26,17 @@ from ..optim.rule import is_whole
 from ..optim.single_step import name_of
 from ..params.conversions import Conversions
 from ..plans import calibrated
+from ..state.hub_names import forget_quantisation
 from ..state.module_states import warn_not_committed
 from ..step.param_group_check import ParamGroupCheck
+from ..wrapping import opened
 from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
 from .filling import fill_from_files
 from .fsdp import FullySharded
-from .fsdp_private import ranks_of
+from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
 from .optimizer import ShardedOptimizer, SpreadOptimizer
 from .parts import SpreadModule, require_initialised
@@ -331,3 +333,35 @@ class _Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self._rank == 0 or record.levelno > logging.INFO
+
+
+__all__ = ["is_spread", "wrapped_shards"]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Return whether the model is one with those of other ranks."""
+    return isinstance(model, DistributedDataParallel) or is_sharded(model)
+
+
+def wrapped_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
+) -> SpreadOptimizer:
+    """Wrap a model that is spread over ranks. See ``wrap``.
+
+    Every rank must call it with the same options.
+    """
+    refuse_options(config)
+
+    def bring(sharding: Sharding) -> SpreadOptimizer:
+        sharding.refuse(config)
+        if config.weights is not None:
+            sharding.fill(config.weights, config.ignore_weights or ())
+        mine = sharding.optimizer_over(optimizer)
+        sharding.world.refuse_runs(config.nvme or ())
+        own = sharding.config(config, mine)
+        return opened(sharding.shards, mine, own, sharding.made_by(optimizer))
+
+    made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)
+    forget_quantisation(model)
+    optimizer.state.clear()
+    return made

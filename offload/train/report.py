@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import format_bytes
-from ..facts.figures import FIGURES
-from ..facts.stats import MemoryStats
+from ..facts.stats import FIGURES, MemoryStats
 from ..facts.trace import LANES
 from ..io_engine.atomic_files import write_text
 from ..planning.plan import Plan

@@ -51,7 +51,7 @@ MOVES, VISITS = "movement/moves.py", "movement/device_updates.py"
 COMPUTE, REQUESTS = "movement/compute_use.py", "movement/engine_port.py"
 WORKER = "movement/update_lane.py"
 GRADIENTS, RESIDENCES = "grads/gradients.py", "params/onloaded_units.py"
-STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
+STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/compute_use.py"
 
 MUTANTS = (
     Mutant(MOVES, "after=self._events.over(work.place),", "after=[],"),

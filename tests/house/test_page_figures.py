@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.facts.figures import FIGURES
+from overspill.facts.stats import FIGURES
 from tests.tidy.sources import ROOT
 
 

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 from overspill.io_engine.manifest import Manifest
-from overspill.ranks.exporting import export_run
-from overspill.ranks.stores import find_run
+from overspill.ranks.stores import export_run, find_run
 
 from .spawned import RATES, Started, adamw, folder_of, loss_of, net, sharded, spawn
 

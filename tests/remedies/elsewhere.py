@@ -305,7 +305,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/parity/test_held_gradients.py::"
         "test_norms_that_nobody_asked_for_in_the_first_step_are_not_taken"
     ),
-    ("offload/movement/refusals.py", "_memory, or free graphs that still hold weights"): (
+    ("offload/movement/engine_port.py", "_memory, or free graphs that still hold weights"): (
         "tests/robust/test_slots.py::test_graphs_that_keep_all_room_end_in_a_clear_error"
     ),
     ("io_engine/atomic_files.py", "that others had created meanwhile are in {}: move them back"): (
@@ -419,7 +419,7 @@ NOT_HERE: dict[tuple[str, str], str] = {
     ("io_engine/probe.py", "leave this directory out, or see the kernel log"): (
         "a disk that fails while it is measured"
     ),
-    ("io_engine/completion_errors.py", "go back to the last commit, on another device"): (
+    ("io_engine/dispatch.py", "go back to the last commit, on another device"): (
         "a disk that loses data, and another one"
     ),
     ("offload/checks.py", "move the model to the CPU{} before wrap"): (

@@ -68,7 +68,7 @@ class NoisyRule(ElementwiseRule):
 
 
 @about_files
-@tries("io_engine/contents.py", "so there is nothing to read; write it first")
+@tries("io_engine/extent_table.py", "so there is nothing to read; write it first")
 @tries("io_engine/extent_table.py", "free extents, or open it with a larger capacity")
 @tries("io_engine/transfer.py", "pass a slice of that length",
        "take it from engine.buffer() or allocate_host()")  # fmt: skip
@@ -218,10 +218,10 @@ def test_folders(tmp_path: Path) -> None:
         assert engine is not None
 
 
-@tries("io_engine/contents.py", "); write it again")
+@tries("io_engine/extent_table.py", "); write it again")
 @tries("io_engine/extent_table.py", "has transfers in flight; wait for them first")
 def test_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from overspill.io_engine.contents import Fill
+    from overspill.io_engine.extent_table import Fill
 
     with IoEngine(tmp_path, MIB) as engine:
         buffer = engine.buffer(65536)

@@ -395,7 +395,7 @@ def test_activations_that_are_known_not_to_fit(
 
 
 @about_sim
-@tries("offload/movement/refusals.py", "_memory, use fewer tokens, or pass activations=")
+@tries("offload/movement/engine_port.py", "_memory, use fewer tokens, or pass activations=")
 @pytest.mark.parametrize("remedy", [
     {"host_memory": "80MiB"}, {"rows": 1}, {"activations": "auto"}, {"activations": "recompute"},
 ])  # fmt: skip

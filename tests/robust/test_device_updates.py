@@ -17,8 +17,8 @@ from overspill.errors import OffloadError
 from overspill.facts.trace import Trace
 from overspill.movement.accelerators.base import CopyDone
 from overspill.movement.accelerators.sim import SimAccelerator
+from overspill.movement.compute_use import RangeEvents
 from overspill.movement.device_updates import DeviceUpdates, RecordParts
-from overspill.movement.events import RangeEvents
 from overspill.movement.pools import Arenas
 from overspill.movement.updates import Updater
 from overspill.planning.plan import Preference

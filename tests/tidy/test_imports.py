@@ -17,7 +17,7 @@ LEVELS = [
     {"overspill.arguments", "overspill.over_ranks"},
     {"overspill.ranks"},
     {"overspill.wrapping", "overspill.joint_steps"},
-    {"overspill.optimizer", "overspill.inference"},
+    {"overspill.optimizer"},
     {"overspill.engine_handle"},
     {"overspill.plans"},
     {"overspill.blueprints"},

@@ -14,7 +14,7 @@ from overspill.facts.stats import LaneStats, Stats
 from overspill.facts.trace import LANES
 from overspill.measure import rates
 from overspill.measure.calibration import Task, calibrate
-from overspill.measure.drift import STEPS, Drift
+from overspill.measure.steps import STEPS, Drift
 from overspill.optim.bench import Case, case_of
 from overspill.optim.registry import rules_for
 
@@ -216,12 +216,12 @@ def test_a_run_at_other_rates_has_them_measured_anew(
 ) -> None:
     """The engine tells the calibration, and only where it measured: given rates are the user's."""
     import overspill
-    from overspill.measure import drift
+    from overspill.measure import steps
 
     wrong = Rates(disk_read_bytes_s=1e15, disk_write_bytes_s=1e15, dram_bytes_s=1e9)
     monkeypatch.setattr(rates, "measure", lambda *_: wrong)
-    monkeypatch.setattr(drift, "LEAST_BYTES", 1)
-    monkeypatch.setattr(drift, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(steps, "LEAST_BYTES", 1)
+    monkeypatch.setattr(steps, "LEAST_SHARE", 0.0)
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
 
     def train(**more: object) -> list[str | None]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, probe, shutdown
+from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, probe
+from overspill.io_engine.aiofiles_backend import open_backend
 from overspill.io_engine.backend import (
     LATENCY_STEPS,
     Backend,
@@ -18,7 +19,6 @@ from overspill.io_engine.backend import (
     Segment,
     Tuning,
 )
-from overspill.io_engine.opening import open_backend
 from tests.patience import WAIT_S
 
 MIB = 1 << 20
@@ -123,7 +123,7 @@ def test_stripes_follow_the_measured_rates(tmp_path: Path, monkeypatch: pytest.M
 def test_close_gives_a_stuck_disk_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutdown, "STUCK_AFTER_S", 0.2)
+    monkeypatch.setattr(dispatch, "STUCK_AFTER_S", 0.2)
     told: list[Ticket] = []
     engine = IoEngine(tmp_path, 4 * MIB, backend=lambda fds, tuning: Memory(None))
     extents = [engine.allocate(MIB) for _ in range(2)]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from overspill.cli.app import app
 from overspill.errors import OffloadError
-from overspill.facts.figures import FIGURES
+from overspill.facts.stats import FIGURES
 from overspill.facts.trace import LANES, StepMark, Trace
 from overspill.observe import page as page_module
 from overspill.observe.export import load_trace, save_trace

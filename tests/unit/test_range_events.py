@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overspill.facts.tier import Tier
-from overspill.movement.events import RangeEvents
+from overspill.movement.compute_use import RangeEvents
 from overspill.schedule.arena import Place
 
 
