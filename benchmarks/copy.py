@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from overspill.io_engine import allocate_host
-from overspill.movement.accelerators.choose import Accelerator, CopyDone, make_accelerator
+from overspill.movement.accelerators.make import Accelerator, CopyDone, make_accelerator
 
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
 from .runner import Arm, Call, run_interleaved

@@ -17,7 +17,7 @@ from overspill.engine import engine_of
 from overspill.facts.tier import Tier
 from overspill.planning.choose import run_steps
 from overspill.planning.coarse import coarsen
-from overspill.planning.recompute import with_recompute
+from overspill.planning.recompute_choice import with_recompute
 
 from .model import Shape, batch_of
 from .results import Column, Comparison, number

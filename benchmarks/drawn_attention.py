@@ -23,7 +23,7 @@ import torch
 import overspill
 from overspill.engine import engine_of
 from overspill.facts.machine import Machine
-from overspill.planning import recompute
+from overspill.planning import recompute_choice
 from overspill.train.choices import model_for
 from overspill.train.skeletons import skeleton_adamw
 
@@ -103,17 +103,17 @@ def measure(machine: Drawn, *, parts: bool) -> Sample:
     torch.manual_seed(0)
     model = Stack(machine.shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    kept = recompute._keep_attention if parts else lambda *_: None
+    kept = recompute_choice._keep_attention if parts else lambda *_: None
     with (
         tempfile.TemporaryDirectory() as store,
-        mock.patch.object(recompute, "_keep_attention", kept),
+        mock.patch.object(recompute_choice, "_keep_attention", kept),
         overspill.wrap(model, adamw, nvme=store, **machine.options) as optimizer,
     ):
         seconds = _train(model, optimizer, machine.shape, SETTLED_STEPS + STEPS)[-STEPS:]
         engine = engine_of(model)
         assert engine is not None
         adapted = engine._loop.tuner.adapted()
-    chosen = recompute.NOTHING if adapted is None else adapted[0]
+    chosen = recompute_choice.NOTHING if adapted is None else adapted[0]
     seen = {"recomputed": len(chosen.units), "keep_attention": len(chosen.keep_attention)}
     return Sample(statistics.median(seconds), seen)
 
@@ -147,9 +147,9 @@ def planned(seeds: int) -> Comparison:
         tokens, host = rng.choice([8, 16, 32, 64, 128]) << 10, rng.choice([32, 64, 128])
         card = rng.choice([16, 24, 48])
         found = []
-        for kept in (lambda *_: None, recompute._keep_attention):
+        for kept in (lambda *_: None, recompute_choice._keep_attention):
             model = model_for(name, None, None, tokens).to(torch.bfloat16)
-            with mock.patch.object(recompute, "_keep_attention", kept):
+            with mock.patch.object(recompute_choice, "_keep_attention", kept):
                 plan = overspill.plan(
                     model, skeleton_adamw(model), machine=machine, tokens=tokens, loss="auto",
                     tile="auto", device_memory=f"{card * 0.75}GB", host_memory=f"{host * 0.85}GB",

@@ -32,9 +32,9 @@ def main(run: Path | None, folder: Path = FOLDER) -> None:
     draw_tiers(folder / "how-it-works.png")
     draw_kill(folder / "kill.png")
     if run is not None:
-        from overspill.observe.export import load_trace
         from overspill.observe.memory_picture import draw_memory
         from overspill.observe.pictures import draw_timeline
+        from overspill.observe.trace_files import load_trace
 
         trace = load_trace(run / "trace.json")
         draw_timeline(trace, folder / "timeline.png")

@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import CorruptionError, IoError
 from .manifest import MANIFEST_NAME, Found, Generation, StoreLayout, read_manifest
 from .ownership import Locks
-from .store import STORE_NAME
+from .store_file import STORE_NAME
 
 Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 

@@ -22,7 +22,7 @@ from .backend import Backend, Completion, Outcome, Segment
 from .buffers import TransferMemory
 from .errors import CorruptionError, IoError, LifecycleError, OffloadError, remedy_for
 from .extent_table import ExtentContents, Fill
-from .store import StoreFile
+from .store_file import StoreFile
 from .types import Extent, Ticket
 
 

@@ -27,7 +27,7 @@ from .native import crc32
 from .probe import measured_rates
 from .settings import choose_tuning, directory_list
 from .space import Space, file_shares
-from .store import StoreFile, create_files, reopen_files
+from .store_file import StoreFile, create_files, reopen_files
 from .transfer import Buffer, cut, plan_transfer, runs_of
 from .types import Direction, Extent, IoLaneStats, IoStats, Ticket
 

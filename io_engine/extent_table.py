@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .errors import CorruptionError, IoError, LifecycleError, OffloadError
 from .manifest import Generation, StoreLayout
 from .space import Space, file_shares
-from .store import StoreFile
+from .store_file import StoreFile
 from .transfer import block_count
 from .types import Extent, round_up
 

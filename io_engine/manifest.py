@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from .errors import CorruptionError, IoError, refused
 from .ownership import require_sole_name
-from .records import SECTOR, Hole, Log, encode, scan
+from .record_log import SECTOR, Hole, Log, encode, scan
 from .transfer import block_count
 from .types import Extent, Piece
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from .backend import Backend, BackendFactory, Completion, Outcome, Segment, Tuning
 from .buffers import Lease, allocate_host
 from .errors import IoError
-from .store import create_files
+from .store_file import create_files
 from .types import round_up
 
 PROBE_BYTES = 64 << 20

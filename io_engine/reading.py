@@ -21,7 +21,7 @@ from .committed import FoundStore
 from .errors import CorruptionError, IoError
 from .manifest import Generation, StoredItem
 from .native import crc32
-from .store import STORE_NAME
+from .store_file import STORE_NAME
 from .transfer import runs_of
 
 Bytes = NDArray[np.uint8]

@@ -24,7 +24,7 @@ from .logits.heads import (
     heads_in,
     require_heads,
 )
-from .movement.accelerators.choose import Accelerator
+from .movement.accelerators.make import Accelerator
 from .open_engines import untaken
 from .optim import Master, Rule
 from .optim.coupled import CoupledRule
@@ -47,7 +47,7 @@ from .planning.fitting import (
     left_bytes,
     short_for_activations,
 )
-from .planning.packing import with_described_pages, with_pages
+from .planning.packed_pages import with_described_pages, with_pages
 from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources

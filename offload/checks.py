@@ -11,9 +11,9 @@ from torch import nn
 from .config import OffloadConfig
 from .engine import engine_of
 from .errors import LifecycleError, ModelError
-from .movement.accelerators.choose import Accelerator
+from .movement.accelerators.make import Accelerator
 from .optim.joint import JointOptimizer
-from .optim.optimizer import moments_of
+from .optim.optimizer_base import moments_of
 from .params.param_handle import managed
 from .planning.models import named_models
 from .planning.sections import Sections

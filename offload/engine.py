@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .activations.activation_tuner import ActivationTuner
-from .activations.saved import SavedTensors
+from .activations.saved_tensor_hooks import SavedTensors
 from .activations.tiles import TiledLayers
 from .closeable import Closeable
 from .config import OffloadConfig

@@ -14,7 +14,7 @@ from .engine import Engine
 from .errors import clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
-from .observe.export import save_trace
+from .observe.trace_files import save_trace
 from .paths import as_path
 from .planning.plan import Plan
 from .private import checkpoint_private

@@ -17,7 +17,7 @@ from .planning.models import named_models
 from .ranks.stores import find_run
 
 if TYPE_CHECKING:
-    from .ranks.optimizer import SpreadOptimizer
+    from .ranks.spread_optimizers import SpreadOptimizer
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -52,7 +52,7 @@ def over_ranks_of(model: nn.Module) -> SpreadOptimizer | None:
     made = optimizer_of(model) if is_spread(model) else None
     if made is None:
         return None
-    from .ranks.optimizer import SpreadOptimizer
+    from .ranks.spread_optimizers import SpreadOptimizer
 
     assert isinstance(made, SpreadOptimizer)
     return made

@@ -16,8 +16,8 @@ from .closeable import end_unused
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .measure.calibration import Calibration, Task, calibrate
-from .measure.rates import measure_file
-from .movement.accelerators.choose import Accelerator, make_accelerator
+from .measure.machine_rates import measure_file
+from .movement.accelerators.make import Accelerator, make_accelerator
 from .optim import Rule
 from .optim.bench import Case, case_of
 from .optim.registry import rules_for

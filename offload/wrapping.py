@@ -22,7 +22,7 @@ from .engine_handle import OffloadedInference
 from .errors import BudgetError
 from .io_engine.committed import OwnedStore
 from .measure.calibration import Calibration
-from .movement.accelerators.choose import make_accelerator
+from .movement.accelerators.make import make_accelerator
 from .movement.runtime import Runtime
 from .open_engines import refuse_folders_in_use, warn_of_open_engines
 from .optim.untrained import NoOptimizer

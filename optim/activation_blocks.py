@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import device, kernels
+from . import cuda_kernels, kernels
 
 BLOCK = 128  # elements
 BLOCK_BYTES = BLOCK + 4
@@ -97,13 +97,13 @@ class ActivationBlocks:
         packs = kernel == "pack_activation"
         given = (values, numel, blocks, kind) if packs else (blocks, numel, values, kind)
         if flat.numel():
-            count = -(-flat.numel() // (device.THREADS * _EACH))
-            device.launch(_SOURCE, kernel, count, given, flat)
+            count = -(-flat.numel() // (cuda_kernels.THREADS * _EACH))
+            cuda_kernels.launch(_SOURCE, kernel, count, given, flat)
 
 
 def serves(tensor: Tensor) -> bool:
     """Return whether the GPU kernels can run where this tensor is."""
-    return tensor.device.type == "cuda" and device.ready(_SOURCE)
+    return tensor.device.type == "cuda" and cuda_kernels.ready(_SOURCE)
 
 
 def _rows(flat: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
-from .optimizer import FlatOptimizer, check_at_least_zero
+from .optimizer_base import FlatOptimizer, check_at_least_zero
 from .registry import register
 from .rule import ElementwiseRule, number
 

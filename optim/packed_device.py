@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import device
+from . import cuda_kernels
 from .kernels import FLOAT_TYPES
 from .packed_layout import Parts
 
@@ -20,7 +20,7 @@ EACH = 8  # elements of a thread
 
 def serves(tensor: Tensor) -> bool:
     """Whether ``unpack`` can run where this tensor is."""
-    return tensor.device.type == "cuda" and device.ready("unpack.cu")
+    return tensor.device.type == "cuda" and cuda_kernels.ready("unpack.cu")
 
 
 def arguments(
@@ -44,6 +44,6 @@ def unpack(parts: Parts, page: Tensor, weight: Tensor, nf4: Tensor, scales: Tens
     name, given = arguments(parts, page.data_ptr(), weight, nf4.data_ptr(), scales.data_ptr())
     numpy = importlib.import_module("numpy")
     *words, kind = given
-    blocks = -(-parts.numel // (device.THREADS * EACH))
+    blocks = -(-parts.numel // (cuda_kernels.THREADS * EACH))
     typed = (*map(numpy.uint64, words), numpy.int32(kind))
-    device.launch("unpack.cu", name, blocks, typed, weight)
+    cuda_kernels.launch("unpack.cu", name, blocks, typed, weight)

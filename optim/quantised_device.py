@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from . import device
+from . import cuda_kernels
 
 EACH = 8  # columns of a thread
 TILE_ROWS, TILE_COLUMNS = 64, 32  # of a thread block, where rows are not taken one by one
@@ -20,14 +20,14 @@ BY_ROWS = 1  # the last order of codes that lie row by row
 
 def serves(tensor: Tensor) -> bool:
     """Return whether ``dequantise`` can run on the device of this tensor."""
-    return tensor.device.type == "cuda" and device.ready("dequantise.cu")
+    return tensor.device.type == "cuda" and cuda_kernels.ready("dequantise.cu")
 
 
 def blocks(job: Mapping[str, int | float]) -> int:
     """Return the number of thread blocks that cover the matrix."""
     rows, columns = int(job["rows"]), int(job["columns"])
     if job["order"] <= BY_ROWS and not job["transposed"]:
-        return -(-rows * -(-columns // EACH) // device.THREADS)
+        return -(-rows * -(-columns // EACH) // cuda_kernels.THREADS)
     return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
 
 
@@ -43,4 +43,4 @@ def dequantise(job: Mapping[str, int | float], weight: Tensor) -> None:
         numpy.float32(value) if name == "factor" else numpy.uint64(value)
         for name, value in job.items()
     ]
-    device.launch("dequantise.cu", "dequantise", blocks(job), arguments, weight)
+    cuda_kernels.launch("dequantise.cu", "dequantise", blocks(job), arguments, weight)

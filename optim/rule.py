@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from . import device, kernels, reference
+from . import cuda_kernels, kernels, reference
 from .compact import noise_key
 from .formats import Field, Master, Moments, master_fields, moment_fields
 
@@ -167,8 +167,8 @@ class ElementwiseRule:
         rest = scalars.coefficients, scalars.noise_key, position
         if kernels.serves(self._kernel, weight):
             return kernels.update(self._kernel, *tensors, *rest)
-        if device.serves(self._kernel, weight):
-            return device.update(self._kernel, *tensors, *rest)
+        if cuda_kernels.serves(self._kernel, weight):
+            return cuda_kernels.update(self._kernel, *tensors, *rest)
         return reference.update(self.formula, *tensors, *rest)
 
 

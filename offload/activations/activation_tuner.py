@@ -17,9 +17,9 @@ from ..params.backward import Backward
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
 from ..planning.products import BACKWARD_ATTENTION
-from ..planning.recompute import NOTHING, Recomputed
+from ..planning.recompute_choice import NOTHING, Recomputed
 from ..planning.save_timing import Burst, UnitForward, bursts_of
-from .activations import make_saved_offloader
+from .offloader import make_saved_offloader
 from .recompute import Recompute
 
 log = logging.getLogger("overspill")

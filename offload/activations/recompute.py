@@ -17,9 +17,8 @@ from torch import nn
 
 from ..errors import ActivationError
 from ..planning.partition import Partition
-from ..planning.recompute import Recomputed
+from ..planning.recompute_choice import Recomputed
 from ..private import checkpoint_private, torch_private
-from .activations import SavedHandle, SavedTensorOffloader
 from .attention import AttentionMeter, KeptAttention
 from .known_code import known
 from .module_state import (
@@ -31,6 +30,7 @@ from .module_state import (
     state_of,
     weights_of,
 )
+from .offloader import SavedHandle, SavedTensorOffloader
 from .precision import exact
 
 log = logging.getLogger("overspill")

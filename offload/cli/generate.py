@@ -34,7 +34,7 @@ def generate(
 ) -> None:
     """Generate text with a model that need not fit in memory."""
     with one_line_errors(debug):
-        from ..train.generate import generate as run
+        from ..train.text_generation import generate as run
         from .heap import give_freed_memory_back
 
         give_freed_memory_back()

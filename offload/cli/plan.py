@@ -213,7 +213,7 @@ class _Asked:
         self, lora_rank: int | None, optimizer: str, trace: Path | None, *, measure: bool
     ) -> tuple[Plan, dict[str, float]]:
         """The plan, and what more of something would gain."""
-        from ..observe.export import save_trace
+        from ..observe.trace_files import save_trace
         from ..train.choices import model_for
         from ..train.gains import gains, planner
         from ..train.shapes import quantised_by

@@ -13,8 +13,8 @@ from rich.table import Table
 from ..errors import format_bytes
 from ..facts.stats import MemoryStats
 from ..train.job import Watch
-from ..train.loop import StepRecord
 from ..train.report import Report
+from ..train.training_loop import StepRecord
 
 PLAIN_LINES = 50  # at most about so many lines of steps without a terminal
 FILES = (

@@ -27,9 +27,9 @@ def trace(
     """Draw the last steps of a trace, lane by lane, and say which lane compute waited for."""
     with one_line_errors(debug):
         from ..facts.stats import step_stats
-        from ..observe.export import load_trace
         from ..observe.memory_picture import draw_memory
         from ..observe.pictures import draw_timeline
+        from ..observe.trace_files import load_trace
 
         loaded = load_trace(file)
         path = file.with_suffix(".png") if png is None else png

@@ -15,7 +15,7 @@ from ..io_engine.manifest import Generation
 from ..io_engine.manifest_repair import repair
 from ..io_engine.pins import MOST_READS, CommitPin
 from ..io_engine.reading import StoreReader
-from ..io_engine.store import STORE_NAME
+from ..io_engine.store_file import STORE_NAME
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Note = Callable[[int], None]
@@ -99,7 +99,7 @@ def _wrong_in_place(store: FoundStore) -> list[str]:
     """Return what is wrong with weights that are only in the user's files."""
     if not store.layout.description.get("sources", {}).get("units"):
         return []  # avoids importing torch, which facts need
-    from .in_place import InPlaceReader
+    from .in_place_weights import InPlaceReader
     from .meta import decode_facts
 
     digests = decode_facts(store.generations[-1].meta).get("digests", {})

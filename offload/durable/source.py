@@ -21,10 +21,10 @@ from ..optim.state_record import HEADER, Slot, length_in, structure
 from ..optim.streamed import RECORD
 from ..state.module_states import named_tensors
 from ..state.streamed_state import MASTER
-from .in_place import InPlaceReader
+from .in_place_weights import InPlaceReader
 from .meta import decode_facts
-from .packed import unpacked
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory, lazy
+from .unpacked_weights import unpacked
 
 MASTERS = ("master", "master_lo")
 BLOCK = 256  # parts are aligned to blocks of compact moments

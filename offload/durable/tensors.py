@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..io_engine.errors import refused
 from ..io_engine.native import crc32
 from ..io_engine.one_shot_event import OneShotEvent
-from ..io_engine.store import reserve
+from ..io_engine.store_file import reserve
 from ..io_engine.types import SECTOR_BYTES
 from ..planning.sections import joined
 from .sums import Written

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..activations.saved import SavedTensors
+from ..activations.saved_tensor_hooks import SavedTensors
 from ..config import OffloadConfig
 from ..errors import BackwardUpdateError
 from ..movement.updates import Updater

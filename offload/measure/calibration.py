@@ -24,7 +24,7 @@ from ..facts.rates import Rates, UpdateRate
 from ..io_engine.atomic_files import make_folder, write_text
 from ..optim.bench import Case
 from ..optim.cores import usable_cpus
-from . import rates
+from . import machine_rates
 
 __all__ = ["Calibration", "Task", "calibrate"]
 
@@ -133,17 +133,17 @@ def calibrate(
         found = None
     changed = found is None
     if found is None:
-        found = Calibration(path, about, rates.measure(directories, device))
+        found = Calibration(path, about, machine_rates.measure(directories, device))
     if task is not None:
         if task.update is not None and _name(task.update) not in found.updates:
-            found.updates[_name(task.update)] = rates.measure_update(task.update, device)
+            found.updates[_name(task.update)] = machine_rates.measure_update(task.update, device)
             changed = True
         for dtype in (task.products, task.update_products):
             if dtype is not None and _dtype_name(dtype) not in found.flops:
-                found.flops[_dtype_name(dtype)] = rates.measure_flops(device, dtype)
+                found.flops[_dtype_name(dtype)] = machine_rates.measure_flops(device, dtype)
                 changed = True
         if (dtype := task.update_products) is not None and _on_cpu(dtype) not in found.flops:
-            found.flops[_on_cpu(dtype)] = rates.measure_flops("cpu", dtype)
+            found.flops[_on_cpu(dtype)] = machine_rates.measure_flops("cpu", dtype)
             changed = True
     if changed:
         found.keep()

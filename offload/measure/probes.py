@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..io_engine import Extent, IoEngine, IoStats, Lease, Ticket
-from ..io_engine.ranges import MOST_THREADS, FilePart, FileRanges, RangeReader
+from ..io_engine.file_ranges import MOST_THREADS, FilePart, FileRanges, RangeReader
 
 log = logging.getLogger("overspill")
 

@@ -8,14 +8,14 @@ import torch
 
 from ..facts.tier import Tier
 from ..io_engine import Extent, IoEngine, allocate_host
-from ..io_engine.ranges import FileRanges
+from ..io_engine.file_ranges import FileRanges
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Edited, Key, Kind, Locate, Until
 from .disk import Disks
 from .executor import Executor
 from .extents import Extents
-from .packing import unpack_unit
+from .page_conversion import unpack_unit
 from .uninterruptible_thread import UninterruptibleThread
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io_engine import Extent, IoEngine
-from ..io_engine.ranges import FileRanges, RangeReader
+from ..io_engine.file_ranges import FileRanges, RangeReader
 from .accelerators.pace import Pace
 
 __all__ = ["Disk", "Disks", "Moved", "PacedDisk"]

@@ -42,7 +42,7 @@ from ..schedule.messages import (
 )
 from .compute_use import ComputeUse
 from .health import Health
-from .saved import End
+from .saved_storages import End
 
 # The lane on which each kind of work runs, and which a thread waits for.
 LANES: dict[type, str] = {

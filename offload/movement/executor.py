@@ -55,7 +55,7 @@ from .extents import Extents
 from .health import Health
 from .moves import Mover, Transfer
 from .pools import Arenas
-from .saved import End, SavedStore
+from .saved_storages import End, SavedStore
 from .update_lane import UpdateLane, UpdateWork, is_on_device
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..facts.tier import Tier
 from ..io_engine import Extent
-from ..io_engine.ranges import FileRanges
+from ..io_engine.file_ranges import FileRanges
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import PAGE, align

@@ -15,9 +15,9 @@ from .accelerators.base import Accelerator, CopyDone
 from .compute_use import RangeEvents
 from .disk import Disk, Moved
 from .extents import Extents
-from .packing import unpack_unit
+from .page_conversion import unpack_unit
 from .pools import Arenas
-from .saved import OffloadedStorage, SavedStore
+from .saved_storages import OffloadedStorage, SavedStore
 
 Transfer = Read | Write | CopyIn | CopyOut
 

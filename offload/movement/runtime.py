@@ -13,7 +13,7 @@ import torch
 from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
-from ..io_engine.ranges import held_bytes, threads_for
+from ..io_engine.file_ranges import held_bytes, threads_for
 from ..optim.kernels import set_threads, threads, threads_beside
 from ..planning.blueprint import Blueprint
 from ..planning.budgets import Untaken

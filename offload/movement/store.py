@@ -10,8 +10,8 @@ from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..io_engine import Extent, IoEngine, Lease
 from ..io_engine.committed import OwnedStore
+from ..io_engine.file_ranges import FileRanges, RangeReader
 from ..io_engine.manifest import Manifest
-from ..io_engine.ranges import FileRanges, RangeReader
 from ..planning.sources import Sources
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ReportError
 from ..facts.stats import FIGURES
 from ..io_engine.atomic_files import write_text
-from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps
+from .trace_files import load_trace
 
 if TYPE_CHECKING:
     from ..facts.trace import Level, Span, Trace

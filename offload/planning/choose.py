@@ -16,7 +16,7 @@ from .partition import Partition
 from .placement import DEFAULT_DEPTH
 from .plan import Budgets, Needs, Preference, Shortfall
 from .planner import make_layout
-from .recompute import NOTHING, Recomputed, choose_recompute
+from .recompute_choice import NOTHING, Recomputed, choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried if the caller sets none; the default first

@@ -6,7 +6,7 @@ from ..facts.trace import Trace
 from .coarse import coarsen
 from .costs import Costs, Profile, inputs_of
 from .plan import Plan
-from .recompute import NOTHING, with_recompute
+from .recompute_choice import NOTHING, with_recompute
 from .steady import Simulated, simulate
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StoreError
-from ..io_engine.ranges import FilePart, FileRanges, FileState, RangeReader, state_of
+from ..io_engine.file_ranges import FilePart, FileRanges, FileState, RangeReader, state_of
 
 
 @dataclass(frozen=True)

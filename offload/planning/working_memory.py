@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import format_bytes
 from ..facts.tier import Tier
-from ..io_engine.ranges import held_bytes, threads_for
+from ..io_engine.file_ranges import held_bytes, threads_for
 from ..optim.activation_blocks import WINDOW_BYTES
 from .choose import PlannedLayout
 from .plan import Budgets, Needs, Shortfall

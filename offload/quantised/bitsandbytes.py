@@ -13,7 +13,7 @@ import torch
 from ..optim.kernels import FLOAT_TYPES
 from ..optim.packed import STEP
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
-from .base import (
+from .format_base import (
     Files,
     Format,
     QuantisedWeight,

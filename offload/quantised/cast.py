@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Format, StoredTensor
+from .format_base import Format, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..optim.quantised import Codes, Scaling, codes_of, dequantise, table_of
-from .base import (
+from .format_base import (
     Files,
     Format,
     QuantisedWeight,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import scaled
-from .base import Files, QuantisedWeight, require, stored, whole
+from .format_base import Files, QuantisedWeight, require, stored, whole
 from .fp4 import Fp4
 
 METHODS = ("modelopt",)

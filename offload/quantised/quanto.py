@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..optim.quantised import Codes, Scaling, dequantise
-from .base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
+from .format_base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
 from .scaled import KINDS, Scaled
 
 METHODS = ("quanto",)

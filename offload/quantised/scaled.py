@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
-from .base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
 from .cast import Cast
+from .format_base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
 from .fp4 import as_fp32
 
 METHODS = ("fp8", "fbgemm_fp8")

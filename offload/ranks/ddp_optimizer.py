@@ -13,8 +13,8 @@ from ..errors import OptimizerStateError
 from ..state.lazy_state import LazyState
 from .ddp import Replica
 from .ddp_bridge import ReplicaBridge
-from .optimizer import Holder, SpreadOptimizer
 from .shards import Shards
+from .spread_optimizers import Holder, SpreadOptimizer
 from .world import World
 
 

@@ -18,7 +18,7 @@ from ..engine import Engine
 from ..errors import LifecycleError, RankError
 from ..facts.rates import Rates
 from ..model_marks import MADE, ModelMarks, hold
-from ..movement.accelerators.choose import make_accelerator
+from ..movement.accelerators.make import make_accelerator
 from ..optim.averaged import DECAY
 from ..optim.joint import JointOptimizer
 from ..optim.registry import rules_for
@@ -38,9 +38,9 @@ from .filling import fill_from_files
 from .fsdp import FullySharded
 from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
-from .optimizer import ShardedOptimizer, SpreadOptimizer
 from .parts import SpreadModule, require_initialised
 from .shards import Shards, optimizer_over
+from .spread_optimizers import ShardedOptimizer, SpreadOptimizer
 from .world import World
 
 log = logging.getLogger("overspill")

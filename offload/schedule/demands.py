@@ -10,7 +10,7 @@ from .items import Items
 from .layout import Layout
 from .messages import AwaitUpdate, Grant, Instruction, Key, Kind, Need, Work
 from .order import Order, Use
-from .updates import DueUpdates
+from .update_queue import DueUpdates
 from .weights import Weights
 
 

@@ -14,7 +14,7 @@ from ..facts.tier import Tier
 from .activations import Activations
 from .arena import Place
 from .demands import Demands
-from .gradients import Gradients
+from .gradient_policy import Gradients
 from .items import Items
 from .layout import Layout
 from .messages import (
@@ -66,7 +66,7 @@ from .messages import (
 )
 from .order import Order, Use
 from .snapshots import Snapshots
-from .updates import UNITS_AHEAD, DueUpdates
+from .update_queue import UNITS_AHEAD, DueUpdates
 from .weights import Weights
 
 # Note [Progress of the residency machine]

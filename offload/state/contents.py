@@ -11,7 +11,7 @@ import torch
 from ..facts.tier import Tier
 from ..io_engine import allocate_host
 from ..movement.direct import DirectAccess
-from ..movement.packing import pack_param, unpack_param, unpack_unit
+from ..movement.page_conversion import pack_param, unpack_param, unpack_unit
 from ..movement.pools import Arenas
 from ..optim import Noise
 from ..optim.formats import join_master, round_to_upper

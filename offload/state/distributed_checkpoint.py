@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ..io_engine.ranges import FileState
+from ..io_engine.file_ranges import FileState
 from .weight_files import DISTRIBUTED
 
 # Common prefixes of the keys of both; torch's own examples use "app", "model" and "optim".

@@ -9,7 +9,7 @@ from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
 from ..movement.accelerators.base import Accelerator
 from ..movement.runtime import Runtime
-from ..params.ranges import ProfilerRanges
+from ..params.profiler_ranges import ProfilerRanges
 from ..params.slot_refs import SlotRefTracker
 from ..params.stubs import Stubs
 from ..planning.blueprint import Blueprint

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..io_engine.ranges import FileState
+from ..io_engine.file_ranges import FileState
 from ..planning.sections import joined
 from ..private import module_private
 from .adapters import names_in_base

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ..io_engine.ranges import FilePart, FileRanges
+from ..io_engine.file_ranges import FilePart, FileRanges
 from ..optim.packed_layout import BORDER
 from ..planning.partition import Partition
 from ..planning.sources import Sources
-from ..quantised.base import QuantisedPage
 from ..quantised.cast import Cast
+from ..quantised.format_base import QuantisedPage
 from ..schedule.units import PAGE, Chunk, PagePart, ParamSpec, Unit, align
 from .weight_files import InFiles, QuantisedInFiles, TensorFiles
 

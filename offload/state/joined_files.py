@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..io_engine.ranges import FileState
+from ..io_engine.file_ranges import FileState
 from .weight_files import InFiles, QuantisedInFiles, TensorFiles
 
 

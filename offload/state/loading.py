@@ -12,7 +12,7 @@ from torch import nn
 from ..observe.long_work import LongWork
 from ..optim import Rule
 from ..optim.averaged import AVERAGE
-from ..optim.optimizer import torch_state
+from ..optim.optimizer_base import torch_state
 from ..optim.streamed import RECORD, StreamedRule
 from ..planning.models import by_model
 from ..planning.partition import Partition

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..io_engine.ranges import FileState
-from ..quantised.base import QuantisedWeight, UnreadableFormat
-from ..quantised.formats import find
+from ..io_engine.file_ranges import FileState
+from ..quantised.format_base import QuantisedWeight, UnreadableFormat
+from ..quantised.format_table import find
 from .weight_files import FileRun, InFiles, QuantisedInFiles, QuantisedRuns, WeightFiles
 
 # Scales of activations, which only quantised computation uses.

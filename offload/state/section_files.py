@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..io_engine.ranges import FileState
+from ..io_engine.file_ranges import FileState
 from ..planning.sections import Section, Sections, section_name
 from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles, read_runs

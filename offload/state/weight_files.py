@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ..io_engine.ranges import FileState, state_of
+from ..io_engine.file_ranges import FileState, state_of
 from ..planning.partition import Partition
-from ..quantised.base import Format
+from ..quantised.format_base import Format
 from .adapters import adapter_parameters, base_of, names_in_base
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..activations.recompute import Around
-from ..activations.saved import SavedTensors
+from ..activations.saved_tensor_hooks import SavedTensors
 from ..activations.untracked_activations import UntrackedForward
 from ..errors import BudgetError
 from ..params.backward import Backward

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..activations.activation_tuner import ActivationTuner
-from ..activations.activations import NOWHERE
+from ..activations.offloader import NOWHERE
 from ..facts.trace import Trace
 from ..logits.deferred import DeferredLogits
 from ..params.backward import Backward

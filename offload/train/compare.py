@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..optim.formats import split_master
-from .loop import StepRecord
+from .training_loop import StepRecord
 
 
 @dataclass(frozen=True)

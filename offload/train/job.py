@@ -25,7 +25,7 @@ from ..state.weight_files import SINGLE
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .gains import after_a_run
-from .loop import LoopSettings, StepRecord, train
+from .job_state import Progress, fingerprint
 from .outputs import (
     draw_pictures,
     require_folder,
@@ -34,11 +34,11 @@ from .outputs import (
     write_model,
     write_traces,
 )
-from .progress import Progress, fingerprint
 from .ranks import ALONE, Ranks, joined, replicated, sharded
 from .report import Report, link_bytes
 from .save import read_along, save_masters
 from .shapes import DEFAULT_SHAPE, ModelSource, find_model, plan_model
+from .training_loop import LoopSettings, StepRecord, train
 
 LR_FROM_RANDOM, LR_FINE_TUNE = 3e-4, 2e-5
 

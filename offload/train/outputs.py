@@ -16,9 +16,9 @@ from ..errors import OffloadError, StoreError, format_bytes
 from ..facts.trace import Trace
 from ..io_engine.atomic_files import free_bytes_at, replacing_folder
 from ..observe import pictures
-from ..observe.export import load_trace, save_trace
 from ..observe.memory_picture import draw_memory
 from ..observe.page import PLANNED, TRACE
+from ..observe.trace_files import load_trace, save_trace
 from ..optimizer import OffloadedOptimizer
 from ..planning.replay import replay
 from ..state.weight_files import SINGLE

@@ -15,7 +15,7 @@ from ..facts.trace import LANES
 from ..io_engine.atomic_files import write_text
 from ..planning.plan import Plan
 from .compare import Comparison
-from .loop import StepRecord
+from .training_loop import StepRecord
 
 if TYPE_CHECKING:
     from rich.table import Table

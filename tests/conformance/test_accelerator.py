@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from overspill.errors import OffloadError
-from overspill.movement.accelerators.choose import Accelerator, CopyDone, Event, make_accelerator
+from overspill.movement.accelerators.make import Accelerator, CopyDone, Event, make_accelerator
 from overspill.movement.accelerators.sim import SimAccelerator
 from overspill.optim import activation_blocks
 from overspill.optim.activation_blocks import ActivationBlocks

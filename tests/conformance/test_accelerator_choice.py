@@ -7,7 +7,7 @@ import torch
 
 from overspill.errors import OffloadError
 from overspill.facts.rates import Rates
-from overspill.movement.accelerators.choose import make_accelerator
+from overspill.movement.accelerators.make import make_accelerator
 
 
 @pytest.mark.parametrize(

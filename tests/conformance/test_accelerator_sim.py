@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overspill.facts.rates import Rates
-from overspill.movement.accelerators.choose import CopyDone, Event, OverlapError
+from overspill.movement.accelerators.make import CopyDone, Event, OverlapError
 from overspill.movement.accelerators.sim import SimAccelerator
 from tests.patience import WAIT_S, in_the_end
 

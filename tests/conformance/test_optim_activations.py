@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from overspill.io_engine import allocate_host
-from overspill.optim import activation_blocks, device, kernels
+from overspill.optim import activation_blocks, cuda_kernels, kernels
 from overspill.optim.activation_blocks import BLOCK, BLOCK_BYTES, ActivationBlocks
 from overspill.schedule.layout import packed_bytes
 from tests.conformance.test_optim_packed import WHO, by
@@ -156,7 +156,7 @@ Launch = Callable[[str, str, int, tuple[Any, ...], torch.Tensor], None]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """``device.launch``, by the kernels as host functions."""
+    """``cuda_kernels.launch``, by the kernels as host functions."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("cuda") / "host.so"
@@ -172,7 +172,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         assert source == "activations.cu"
         *words, kind = arguments
         given = (ctypes.c_uint64 * len(words))(*(int(word) for word in words))
-        getattr(host, f"run_{kernel}")(blocks, device.THREADS, given, ctypes.c_int(int(kind)))
+        getattr(host, f"run_{kernel}")(blocks, cuda_kernels.THREADS, given, ctypes.c_int(int(kind)))
 
     return launched
 
@@ -188,7 +188,7 @@ def test_the_gpus_kernels_are_alike(
     found = unpack(blocks, packed, values.numel(), "torch")
     monkeypatch.setattr(kernels, "NATIVE", None)
     monkeypatch.setattr(activation_blocks, "serves", lambda tensor: True)
-    monkeypatch.setattr(device, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
     own, there = memory(packed.numel()), memory(values.numel())
     blocks.pack(values, own)
     blocks.unpack(own, there)

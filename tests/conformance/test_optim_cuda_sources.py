@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.optim import device, kernels
-from overspill.optim.device import AdamJob
+from overspill.optim import cuda_kernels, kernels
+from overspill.optim.cuda_kernels import AdamJob
 from overspill.optim.formats import Master, Moments
 from tests.optim_jobs import WEIGHTS, Job, assert_same, gradients, make_job
 
@@ -42,7 +42,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def adam_job(job: Job, grad: torch.Tensor, step: int, grad_scale: float = 1.0) -> AdamJob:
     """The kernel's argument for one step of ``job``."""
     scalars = job.scalars(step, grad_scale)
-    return device.adam_job(grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0)
+    return cuda_kernels.adam_job(
+        grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0
+    )
 
 
 @pytest.mark.parametrize("source", ["adam.cu", "unpack.cu", "activations.cu"])
@@ -105,12 +107,12 @@ def test_rules_use_the_kernels_on_a_gpu(
         launched.append((kernel, blocks))
         job, flag = arguments
         assert (job.size, job.itemsize) == (1, ctypes.sizeof(AdamJob)), "CuPy passes it by value"
-        found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job.ctypes.data))
+        found = host.run_adam(cuda_kernels.KERNELS.index(kernel), ctypes.c_void_p(job.ctypes.data))
         ctypes.c_int32.from_address(int(flag)).value = found
 
     monkeypatch.setattr(kernels, "serves", lambda kernel, _: False)
-    monkeypatch.setattr(device, "serves", lambda kernel, _: kernel == "adam")
-    monkeypatch.setattr(device, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "serves", lambda kernel, _: kernel == "adam")
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
     oracle, mine = (make_job("adamw", 5000, torch.bfloat16, "split", moments) for _ in range(2))
     for step, grad in enumerate(gradients(5000, torch.bfloat16, 2), start=1):
         assert mine.step(grad, step, 0.37) == oracle.step_in_torch(grad, step, 0.37)
@@ -128,7 +130,7 @@ def test_kernels_are_chosen_only_where_they_can_be_had(
     class OnGpu:
         device = torch.device("cuda")
 
-    assert not device.serves("adam", torch.zeros(3))
+    assert not cuda_kernels.serves("adam", torch.zeros(3))
     compiled = []
 
     class Module:
@@ -142,18 +144,18 @@ def test_kernels_are_chosen_only_where_they_can_be_had(
             if len(compiled) > 1:
                 raise RuntimeError("no compiler")
 
-    for cached in (device._module, device.ready):
+    for cached in (cuda_kernels._module, cuda_kernels.ready):
         cached.cache_clear()
-        monkeypatch.setattr(device, cached.__name__, functools.cache(cached.__wrapped__))
+        monkeypatch.setattr(cuda_kernels, cached.__name__, functools.cache(cached.__wrapped__))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=Module))
-    assert device.serves("adam", OnGpu())  # type: ignore[arg-type]
-    assert device.serves("adam", OnGpu())  # type: ignore[arg-type]
-    assert not device.serves("momentum", OnGpu())  # type: ignore[arg-type]
+    assert cuda_kernels.serves("adam", OnGpu())  # type: ignore[arg-type]
+    assert cuda_kernels.serves("adam", OnGpu())  # type: ignore[arg-type]
+    assert not cuda_kernels.serves("momentum", OnGpu())  # type: ignore[arg-type]
     assert len(compiled) == 1 and "adam_int8" in compiled[0]
-    device.ready.cache_clear()
-    device._module.cache_clear()
+    cuda_kernels.ready.cache_clear()
+    cuda_kernels._module.cache_clear()
     for _ in range(2):
-        assert not device.serves("adam", OnGpu())  # type: ignore[arg-type]
+        assert not cuda_kernels.serves("adam", OnGpu())  # type: ignore[arg-type]
     assert [r.message for r in caplog.records] == [
         "kernels of adam.cu are not there, plain torch is several times slower: RuntimeError: "
         "no compiler"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from overspill.io_engine import allocate_host
-from overspill.optim import device, kernels, packed, packed_device
+from overspill.optim import cuda_kernels, kernels, packed, packed_device
 from overspill.optim.packed_layout import BLOCK, FORMATS, SCALES, Format, Parts, windows
 from tests.crossed import crossed
 
@@ -188,7 +188,7 @@ Launch = Callable[[str, str, int, tuple[Any, ...], torch.Tensor], None]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """``device.launch``, by the kernels as host functions."""
+    """``cuda_kernels.launch``, by the kernels as host functions."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("cuda") / "host.so"
@@ -204,7 +204,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         assert source == "unpack.cu"
         *words, kind = arguments
         given = (ctypes.c_uint64 * len(words))(*(int(word) for word in words))
-        getattr(host, f"run_{kernel}")(blocks, device.THREADS, given, ctypes.c_int(int(kind)))
+        getattr(host, f"run_{kernel}")(blocks, cuda_kernels.THREADS, given, ctypes.c_int(int(kind)))
 
     return launched
 
@@ -218,7 +218,7 @@ def test_the_gpus_kernels_unpack_alike(
     expected = unpack(parts, page, dtype, "torch")
     monkeypatch.setattr(kernels, "NATIVE", None)
     monkeypatch.setattr(packed_device, "serves", lambda tensor: True)
-    monkeypatch.setattr(device, "launch", launch)
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
     weight = torch.full((parts.numel,), float("nan"), dtype=dtype)
     packed.unpack(parts, page, weight)
     assert torch.equal(weight, expected)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.optim import device, kernels, quantised, quantised_device
+from overspill.optim import cuda_kernels, kernels, quantised, quantised_device
 from overspill.optim.quantised import AWQ_NIBBLES, Codes, Order, Scaling, dequantise, scales_shape
 from tests.conformance.test_optim_packed import WHO, by, memory
 
@@ -254,7 +254,7 @@ Launch = Callable[[str, str, int, list[Any], torch.Tensor], None]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """``device.launch``, by the kernel as a host function."""
+    """``cuda_kernels.launch``, by the kernel as a host function."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("cuda") / "host.so"
@@ -270,7 +270,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         assert (source, kernel) == ("dequantise.cu", "dequantise")
         *words, factor = arguments
         given = (ctypes.c_uint64 * len(words))(*(int(word) for word in words))
-        host.run_dequantise(blocks, device.THREADS, given, ctypes.c_float(float(factor)))
+        host.run_dequantise(blocks, cuda_kernels.THREADS, given, ctypes.c_float(float(factor)))
 
     return launched
 
@@ -283,7 +283,7 @@ def test_the_gpus_kernel_gives_the_same_bits(
         expected = raw(dequantised(case, "torch"))
         with monkeypatch.context() as patch:
             patch.setattr(quantised_device, "serves", lambda tensor: True)
-            patch.setattr(device, "launch", launch)
+            patch.setattr(cuda_kernels, "launch", launch)
             assert torch.equal(raw(dequantised(case, "torch")), expected), case
 
 
@@ -304,4 +304,4 @@ def test_orders_have_the_numbers_of_the_kernels() -> None:
     """csrc/cpu/job.h, csrc/cuda/dequantise.cu and ``quantised_device`` rely on them."""
     assert list(quantised.ORDERS.values()) == [0, 1, 2, 3]
     assert quantised.ORDERS["halves"] == quantised_device.BY_ROWS
-    assert quantised_device.TILE_ROWS * quantised_device.TILE_COLUMNS == 8 * device.THREADS
+    assert quantised_device.TILE_ROWS * quantised_device.TILE_COLUMNS == 8 * cuda_kernels.THREADS

@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(RESIDENCES, "self.executor.compute.mark(place)"),
     Mutant(REQUESTS, "self._compute.mark(freed.held.place)"),
     Mutant("step/stepping.py", "self._onloaded_units.compute_over(unit)"),
-    Mutant("activations/activations.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
+    Mutant("activations/offloader.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

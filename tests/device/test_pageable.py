@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.doctor.device import page_locking
 from overspill.doctor.finding import State
 from overspill.movement import pools
@@ -78,7 +78,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations move, and take host memory in pieces that a small model fills several of."""
     monkeypatch.setattr(pools, "ANNEX_PIECE", 64 << 10)
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])

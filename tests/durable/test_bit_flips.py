@@ -15,7 +15,7 @@ from overspill.durable.inspect import inspect_store
 from overspill.io_engine.committed import find_store
 from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind
 from overspill.io_engine.reading import StoreReader
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.devices import CPU, normal
 
 WIDTH = 48

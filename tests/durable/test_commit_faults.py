@@ -25,7 +25,7 @@ import overspill.movement.store
 from overspill.io_engine import IoEngine
 from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
 from overspill.io_engine.native import NATIVE
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.devices import CPU, normal
 from tests.faults import Faults, faulty_disk
 

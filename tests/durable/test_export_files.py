@@ -20,7 +20,7 @@ from overspill.durable.hub import ModelFiles
 from overspill.durable.sums import SUMS, verify_export
 from overspill.durable.tensors import AHEAD_PARTS, Part, StreamedTensor, in_memory, lazy, stream
 from overspill.errors import IoError, OffloadError
-from overspill.io_engine import store
+from overspill.io_engine import store_file
 from overspill.io_engine.native import crc32
 from overspill.optim.formats import join_halves, split_master
 from overspill.state.weight_files import WeightFiles
@@ -76,7 +76,7 @@ def test_a_file_system_that_cannot_allocate_ahead(
             ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(store, "_libc", Unable())
+    monkeypatch.setattr(store_file, "_libc", Unable())
     values, _ = export_small(tmp_path / "out")
     assert verify_export(tmp_path / "out", lambda nbytes: None) == []
     assert torch.equal(WeightFiles(tmp_path / "out").read("w0"), values[0])
@@ -90,7 +90,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
             ctypes.set_errno(errno.ENOSPC)
             return -1
 
-    monkeypatch.setattr(store, "_libc", Full())
+    monkeypatch.setattr(store_file, "_libc", Full())
     with pytest.raises(IoError, match=r"out/config.json: cannot write: No space.*are needed, and"):
         export_small(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

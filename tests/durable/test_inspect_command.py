@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import overspill
 from overspill.cli.app import app
 from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.devices import CPU
 from tests.resumed import adamw, assert_same, build, options, train, weights
 

@@ -12,7 +12,7 @@ from overspill.io_engine import CorruptionError, Extent, IoEngine, IoError, Leas
 from overspill.io_engine.committed import find_store, own_store
 from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, Manifest
 from overspill.io_engine.manifest_repair import go_back, repair
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 
 SIZES = [10_000, 70_000, 4096]
 

@@ -23,7 +23,7 @@ from overspill.errors import OffloadError
 from overspill.io_engine import ownership
 from overspill.io_engine.manifest import MANIFEST_NAME
 from overspill.io_engine.ownership import LOCK_NAME
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
 

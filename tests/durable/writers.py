@@ -135,14 +135,14 @@ def recorded(value: int) -> Any:
 
 
 def trace(value: int) -> Write:
-    from overspill.observe.export import save_trace
+    from overspill.observe.trace_files import save_trace
 
     made = recorded(value)
     return lambda: save_trace(made, Path("trace.json"))
 
 
 def timeline(value: int) -> Write:
-    from overspill.observe.export import save_trace
+    from overspill.observe.trace_files import save_trace
 
     made = recorded(value)
     return lambda: save_trace(made, Path("trace.png"))
@@ -166,8 +166,8 @@ def run_json(value: int) -> dict[str, Any]:
 
 
 def page(value: int) -> Write:
-    from overspill.observe.export import save_trace
     from overspill.observe.page import write_page
+    from overspill.observe.trace_files import save_trace
 
     Path("run").mkdir(exist_ok=True)
     Path("run/run.json").write_text(json.dumps(run_json(value)))
@@ -378,7 +378,7 @@ def job(value: int) -> Write:
 
 def of_job(folder: Path) -> Any:
     """The files of a run, each of which is whole, and of one seed or the other."""
-    from overspill.observe.export import load_trace
+    from overspill.observe.trace_files import load_trace
 
     found: dict[str, Any] = {}
     for name in ("run.json", "trace.json", "planned.json"):
@@ -399,7 +399,7 @@ WRITERS: dict[str, Writer] = {
     "rates": Writer("rates.json", rates, ("offload/facts/rates.py",)),
     "calibration": Writer("kept/rates.json", calibration, ("offload/measure/calibration.py",)),
     "settings": Writer("kept", settings, (f"{IO}settings.py",)),
-    "trace": Writer("trace.json", trace, (f"{OBSERVE}export.py",)),
+    "trace": Writer("trace.json", trace, (f"{OBSERVE}trace_files.py",)),
     "timeline": Writer("trace.png", timeline, (f"{OBSERVE}pictures.py",)),
     "memory": Writer("memory.png", memory, (f"{OBSERVE}pictures.py",)),
     "loss": Writer("loss.png", loss, (f"{OBSERVE}pictures.py",)),

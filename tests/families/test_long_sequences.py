@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.activations import activations, tiles
+from overspill.activations import offloader, tiles
 from tests.devices import DEVICE, about_sim, plainly
 from tests.families.diffusion import DIFFUSION
 from tests.families.table import FAMILIES, Family
@@ -30,7 +30,7 @@ ALL = {**FAMILIES, **DIFFUSION}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations of tiny models move, and their layers run in tiles."""
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     monkeypatch.setattr(tiles, "LEAST_TOKENS", 5)
 

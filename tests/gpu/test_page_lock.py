@@ -14,7 +14,7 @@ import overspill
 from overspill.io_engine import Lease, allocate_host
 from overspill.movement.accelerators.streams import StreamsAccelerator
 from overspill.movement.accelerators.vendors import VENDORS
-from overspill.optim import device as device_kernels
+from overspill.optim import cuda_kernels as device_kernels
 from tests.models import TinyLM, adamw, batch, weights
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import overspill
 from overspill.cli.app import app
-from overspill.train import generate as generating
+from overspill.train import text_generation as generating
 from tests.devices import CPU, DEVICE, SIM
 from tests.unit.test_train_job import folder_with_tokenizer
 

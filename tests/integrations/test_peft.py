@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import overspill
-from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
+from overspill.io_engine.file_ranges import LEAST_THREADS, held_bytes
 from overspill.params.onloaded_units import OnloadedUnits
 from overspill.state.weight_files import WeightFiles
 from tests.devices import CPU, DEVICE, SIM, plainly

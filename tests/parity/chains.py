@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.activations import activations, known_code
+from overspill.activations import known_code, offloader
 from overspill.planning import simulate
 from tests.devices import SIM, normal
 
@@ -25,7 +25,7 @@ CALLS: list[int] = []  # of blocks, outside of them
 
 def known_as_the_libraries_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What this module and the one of ``name`` define is known code, and small tensors leave."""
-    for module in (activations, simulate):
+    for module in (offloader, simulate):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
     ours = (__name__, name)
     monkeypatch.setattr(known_code, "LIBRARIES", (*known_code.LIBRARIES, *ours))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from overspill.activations.activations import SavedHandle, SavedTensorOffloader
+from overspill.activations.offloader import SavedHandle, SavedTensorOffloader
 from overspill.activations.precision import exact
 from tests.devices import CPU, SIM, normal
 

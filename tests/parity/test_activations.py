@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.errors import BudgetError
 from overspill.facts.tier import Tier
 from overspill.private import torch_private
@@ -36,7 +36,7 @@ KEPT: dict[tuple[str, str], Any] = {}  # what runs gave whose activations stayed
 
 @pytest.fixture(autouse=True)
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 def moved(optimizer: Any) -> int:

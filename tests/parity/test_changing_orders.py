@@ -13,7 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.schedule.residency import Residency
-from overspill.schedule.updates import DueUpdates
+from overspill.schedule.update_queue import DueUpdates
 from tests.devices import CPU, SIM, normal
 from tests.patience import in_the_end
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.io_engine import store
+from overspill.io_engine import store_file
 from tests.devices import CPU, normal
 from tests.parity.test_partly_frozen import PLACES, WIDTH, build, trained
 
@@ -118,7 +118,7 @@ def test_an_edit_that_finds_no_room_on_disk_can_be_made_again(
         step(model, optimizer, 0)
         before = model.state_dict()[name].clone()
         with monkeypatch.context() as patch:
-            patch.setattr(store, "reserve", full)
+            patch.setattr(store_file, "reserve", full)
             with pytest.raises(overspill.IoError, match="No space left"), torch.no_grad():
                 model.load_state_dict({**model.state_dict(), name: before + 1})
         assert torch.equal(model.state_dict()[name], before)

@@ -17,7 +17,7 @@ from torch import nn
 import overspill
 from overspill.durable.inspect import inspect_store
 from overspill.facts.tier import Tier
-from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
+from overspill.io_engine.file_ranges import LEAST_THREADS, held_bytes
 from overspill.movement.memory import Memory
 from tests.crossed import crossed
 from tests.devices import CPU, DEVICE, SIM, normal

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overspill
 from overspill.activations import attention
 from overspill.engine import engine_of
-from overspill.planning.recompute import Recomputed
+from overspill.planning.recompute_choice import Recomputed
 from tests.devices import CPU, DEVICE, SIM, about_cpu, normal
 
 HEADS, WIDTH, LENGTH, STEPS = 4, 64, 256, 4

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.facts.tier import Tier
 from tests.devices import CPU, NAME, SIM, normal
 from tests.models import adamw, weights
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 class Block(nn.Module):
@@ -134,7 +134,7 @@ def test_the_budget_holds_where_two_large_tensors_fit(
     for name, value in kept[1].items():
         assert torch.equal(value, moving[1][name]), name
     stats = moving[2][0][Tier.HOST if place == "cpu" else Tier.DEVICE]
-    told = left // activations.TELL_SHARE  # so much may be saved before anyone is told of it
+    told = left // offloader.TELL_SHARE  # so much may be saved before anyone is told of it
     assert stats.peak_bytes <= stats.budget_bytes + told
     assert written(moving[2]) > 3 * LOGITS
     assert "over the budget" not in caplog.text

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.optim import activation_blocks
 from tests.devices import NAME, SIM, about_cpu, normal
 from tests.parity.packed import PLACES, TOKENS, WIDTH, Net, data, recorded
@@ -23,7 +23,7 @@ CASES = [("device", "host"), ("device", "nvme"), ("staged", "nvme"), ("cpu", "nv
 
 @pytest.fixture(autouse=True)
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 def fit(

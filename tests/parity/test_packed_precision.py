@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.activations import activations, tiles
+from overspill.activations import offloader, tiles
 from overspill.optim.activation_blocks import ActivationBlocks
-from overspill.planning.recompute import Recomputed
+from overspill.planning.recompute_choice import Recomputed
 from tests.devices import SIM, normal
 from tests.parity.chains import known_as_the_libraries_are
 from tests.parity.packed import CLASSES, PLACES, TOKENS, WIDTH, Net, data, recorded, y
@@ -21,7 +21,7 @@ from tests.parity.packed import CLASSES, PLACES, TOKENS, WIDTH, Net, data, recor
 
 @pytest.fixture(autouse=True)
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 class Saves(torch.autograd.Function):
@@ -131,8 +131,8 @@ def test_what_attention_saves_is_exact(
     tmp_path: Path, kind: str, reports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is known by its third activation; until then, the first ones are not reported."""
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 20)
-    monkeypatch.setattr(activations, "TELL_SHARE", 1 if reports == "late" else 1 << 20)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(offloader, "TELL_SHARE", 1 if reports == "late" else 1 << 20)
     model = nn.ModuleDict({"first": Attends(kind), "rest": Net(2)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {**PLACES["device"], "units": ["first"], "nvme": tmp_path, "durable": False}
@@ -171,7 +171,7 @@ class Reused(nn.Module):
 def test_attention_is_exact_whatever_was_saved_before(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "TELL_SHARE", 1 << 20)  # reported at once
+    monkeypatch.setattr(offloader, "TELL_SHARE", 1 << 20)  # reported at once
     model = nn.ModuleDict({"first": Reused(kind), "rest": Net(2)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {**PLACES["device"], "units": ["first"], "nvme": tmp_path, "durable": False}
@@ -236,7 +236,7 @@ def test_bits_that_must_not_change_do_not(
     tmp_path: Path, reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the storage was reported to be packed, the bits get a storage of their own."""
-    monkeypatch.setattr(activations, "TELL_SHARE", 1 << 20 if reported else 1)
+    monkeypatch.setattr(offloader, "TELL_SHARE", 1 << 20 if reported else 1)
     model = nn.ModuleDict({"first": Shared(), "rest": Net(2)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {**PLACES["device"], "units": ["first"], "nvme": tmp_path, "durable": False}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.facts.tier import Tier
 from tests.devices import CPU, NAME, normal
 from tests.models import adamw, weights
@@ -23,7 +23,7 @@ WIDTH = 64
 
 @pytest.fixture(autouse=True)
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.activations import activations
+from overspill.activations import offloader
 from tests.devices import CPU, SIM, normal
 from tests.models import weights
 
@@ -43,16 +43,16 @@ def test_parts_that_count_their_versions_apart(
 ) -> None:
     """What is saved of the first part has left when the next one changes."""
 
-    def look(saved_offloader: activations.SavedTensorOffloader) -> None:
+    def look(saved_offloader: offloader.SavedTensorOffloader) -> None:
         saved_offloader.tell()
         saved_offloader._executor.engine_port.catch_up()
         for saved in [each() for each in list(saved_offloader._store._known.values())]:
             if saved is not None and saved.memory is not None:
                 saved.memory = saved.memory.clone()  # as a copy that is brought back would be
 
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     if told:
-        monkeypatch.setattr(activations.SavedTensorOffloader, "_look", look)
+        monkeypatch.setattr(offloader.SavedTensorOffloader, "_look", look)
     found = []
     for wraps in (False, True):
         torch.manual_seed(0)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from overspill.quantised.base import QuantisedPage
-from overspill.quantised.formats import described_page
+from overspill.quantised.format_base import QuantisedPage
+from overspill.quantised.format_table import described_page
 from overspill.state.quantised_files import QuantisedFiles, dequantising
 from overspill.state.weight_files import FileRun, WeightFiles
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import overspill
 from overspill.cli.app import app
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 
 from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn, whole
 

@@ -103,7 +103,7 @@ def test_a_rank_that_fails_is_the_one_that_says_why(tmp_path: Path) -> None:
         "    real = builtins.__import__\n"
         "    def late(name, *args, **kwargs):\n"
         "        module = real(name, *args, **kwargs)\n"
-        "        loop = sys.modules.get('overspill.train.loop')\n"
+        "        loop = sys.modules.get('overspill.train.training_loop')\n"
         "        if loop is not None and not hasattr(loop, 'broken') and hasattr(loop, 'train'):\n"
         "            loop.broken, steps = True, [0]\n"
         "            gradients = loop._gradients\n"

@@ -22,7 +22,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/joint_steps.py", "See docs/optimizers.md for commits"): (
         "tests/optimizers/test_half_iterations.py::test_whole_iterations_are_committed"
     ),
-    ("offload/ranks/optimizer.py", "and resume the run later"): (
+    ("offload/ranks/spread_optimizers.py", "and resume the run later"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/movement/arena_copies.py", "pass nvme= (a directory) to wrap"): (
@@ -151,11 +151,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "offload/ranks/filling.py",
         "some parameters are on meta and others are not; build the whole model under",
     ): ("tests/ranks/test_remedies.py::test_remedies"),
-    ("offload/ranks/optimizer.py", "path; load it with torch.distributed.checkpoint"): (
+    ("offload/ranks/spread_optimizers.py", "path; load it with torch.distributed.checkpoint"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
     (
-        "offload/ranks/optimizer.py",
+        "offload/ranks/spread_optimizers.py",
         "there; end the run, resume it, and lower the learning rate in",
     ): ("tests/ranks/test_remedies.py::test_remedies"),
     ("offload/ranks/resuming.py", "modules); pass nvme= with another folder to go on"): (
@@ -280,7 +280,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/fsdp.py", ", and not by its rows; leave shard_placement_fn out"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/ranks/optimizer.py", "it; use optimizer.load_state_dict"): (
+    ("offload/ranks/spread_optimizers.py", "it; use optimizer.load_state_dict"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     (
@@ -345,9 +345,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/module_states.py", "load the same base in the same way"): (
         "tests/parity/test_packed_by_others.py::test_a_base_that_is_quantised_otherwise_is_refused"
     ),
-    ("offload/quantised/formats.py", "need the folder's config.json (or quantize_config.json of"): (
-        "tests/quantised/test_formats.py::test_refuse"
-    ),
+    (
+        "offload/quantised/format_table.py",
+        "need the folder's config.json (or quantize_config.json of",
+    ): ("tests/quantised/test_formats.py::test_refuse"),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or leave precision out"): (
         "tests/parity/test_packed_by_others.py::"
         "test_codes_that_are_stored_as_numbers_are_not_converted"
@@ -384,7 +385,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/train/outputs.py", "run the same command with --resume {} instead of --nvme"): (
         "tests/unit/test_train_outputs.py::test_a_disk_that_fills_up_meanwhile"
     ),
-    ("offload/train/progress.py", "the run was begun with {} {}, not {}; give the same"): (
+    ("offload/train/job_state.py", "the run was begun with {} {}, not {}; give the same"): (
         "tests/unit/test_train_job_resume.py::test_another_job_is_refused"
     ),
     (

@@ -18,7 +18,7 @@ OF_ACTIVATIONS: dict[tuple[str, str], str] = {
     ("offload/grads/gradients.py", "zero_grad(), and repeat all micro-batches of this step"): (
         "tests/robust/test_make_room.py::test_lost_sums_of_earlier_micro_steps_are_an_error"
     ),
-    ("offload/ranks/optimizer.py", "use fewer tokens, or activation checkpointing"): (
+    ("offload/ranks/spread_optimizers.py", "use fewer tokens, or activation checkpointing"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
     ("offload/activations/attention.py", "make its forward the same each time, or pass"): (
@@ -66,7 +66,7 @@ OF_ACTIVATIONS: dict[tuple[str, str], str] = {
     ("offload/logits/rows.py", "no second derivatives (create_graph=True); leave loss out"): (
         "tests/logits/test_uses.py::test_second_derivatives_are_refused"
     ),
-    ("offload/activations/activations.py", "pass loss='chunked', or raise %s_memory"): (
+    ("offload/activations/offloader.py", "pass loss='chunked', or raise %s_memory"): (
         "tests/parity/test_large_activations.py::test_the_budget_holds_where_two_large_tensors_fit"
     ),
 }

@@ -17,13 +17,13 @@ from overspill.cli.app import app
 from overspill.doctor import disks
 from overspill.facts.machine import Machine
 from overspill.facts.trace import StepMark, Trace
-from overspill.observe.export import load_trace
 from overspill.observe.memory_picture import draw_memory
 from overspill.observe.page import page_of
+from overspill.observe.trace_files import load_trace
 from overspill.train import outputs
 from overspill.train.data import Batches, load_corpus
 from overspill.train.job import _refuse_on_ranks, run
-from overspill.train.progress import Progress
+from overspill.train.job_state import Progress
 from tests.devices import CPU, about_cpu, about_files
 from tests.remedies.table import (
     adamw,
@@ -170,7 +170,7 @@ def test_a_trace_without_memory(tmp_path: Path) -> None:
 
 
 @tries("offload/observe/page.py", "is missing; give the folder that `overspill train --out` wrote")
-@tries("offload/train/progress.py", "train; continue it with overspill.resume in the program that")
+@tries("offload/train/job_state.py", "train; continue it with overspill.resume in the program that")
 @tries("offload/train/job.py", "compare trains from the first step on; leave it out with resume")
 def test_runs(tmp_path: Path) -> None:
     with says("give the folder that `overspill train --out` wrote"):
@@ -207,7 +207,7 @@ def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @about_cpu
-@tries("offload/observe/export.py", "train at least one step first",
+@tries("offload/observe/trace_files.py", "train at least one step first",
        "write one with optimizer.trace('trace.json')")  # fmt: skip
 @tries("offload/observe/pictures.py", "name a file that ends in .png, .svg or .pdf",
        "train at least one step first")  # fmt: skip
@@ -269,7 +269,10 @@ def test_models_that_do_not_fit(remedy: str, tmp_path: Path) -> None:
 @tries("offload/train/job.py",
        "compare trains in the memory of one rank; run it without torchrun",
        "precision fp16 needs a loss scale that all ranks share; use bf16")  # fmt: skip
-@tries("offload/train/loop.py", "; lower the learning rate (lr), clip with max_grad_norm, or train")
+@tries(
+    "offload/train/training_loop.py",
+    "; lower the learning rate (lr), clip with max_grad_norm, or train",
+)
 def test_jobs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     several, alone = Mock(several=True), Mock(several=False)

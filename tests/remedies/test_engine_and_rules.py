@@ -17,7 +17,7 @@ import overspill
 from overspill.io_engine import IoEngine, allocate_host, backend, settings
 from overspill.io_engine.atomic_files import make_folder, replacing, write_bytes
 from overspill.io_engine.errors import IoError, refused
-from overspill.io_engine.ranges import FilePart, FileRanges, RangeReader
+from overspill.io_engine.file_ranges import FilePart, FileRanges, RangeReader
 from overspill.optim import ElementwiseRule, kernels, register, registry
 from overspill.optim.norm import sum_of_squares
 from tests.devices import about_files
@@ -241,7 +241,7 @@ def test_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.free(extent)
 
 
-@tries("io_engine/ranges.py", "bytes, so it is incomplete or was truncated; get it again")
+@tries("io_engine/file_ranges.py", "bytes, so it is incomplete or was truncated; get it again")
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     file, whole = tmp_path / "file", tmp_path / "whole"
     whole.write_bytes(np.random.default_rng(0).bytes(65536))
@@ -339,7 +339,7 @@ def test_an_instruction_set_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -
     assert kernels._load_native() is not None
 
 
-@tries("optim/optimizer.py", "; for a model on a device use overspill.wrap")
+@tries("optim/optimizer_base.py", "; for a model on a device use overspill.wrap")
 @tries("optim/formats.py", "have no kernel; use one of")
 def test_weights_without_a_kernel() -> None:
     with says("for a model on a device use overspill.wrap"):

@@ -18,7 +18,7 @@ from overspill.durable import export, inspect, moving
 from overspill.io_engine import IoEngine
 from overspill.io_engine.committed import own_store
 from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.devices import CPU, about_files
 from tests.remedies.table import (
     adamw,

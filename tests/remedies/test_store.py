@@ -15,7 +15,7 @@ import torch
 import overspill
 from overspill.io_engine.manifest import MANIFEST_NAME
 from overspill.io_engine.ownership import LOCK_NAME
-from overspill.io_engine.store import STORE_NAME
+from overspill.io_engine.store_file import STORE_NAME
 from tests.devices import CPU, normal
 from tests.remedies.table import (
     WIDTH,
@@ -92,7 +92,7 @@ READ = "weights and state can still be read: save model.state_dict() and optimiz
 
 
 @tries("offload/movement/health.py", "nothing more is trained or committed, but weights and state")
-@tries("io_engine/store.py", "put it back, or open a new store in another directory")
+@tries("io_engine/store_file.py", "put it back, or open a new store in another directory")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("lose", [delete, rename, replace])
 @pytest.mark.parametrize("name", [STORE_NAME, MANIFEST_NAME])
@@ -231,7 +231,8 @@ def test_an_engine_that_stopped(
 # -- a store that is in the way, or not there -----------------------------------------------------
 
 
-@tries("io_engine/store.py", "continue it with overspill.resume(model, {}), delete {} in {}, or",
+@tries("io_engine/store_file.py",
+       "continue it with overspill.resume(model, {}), delete {} in {}, or",
        "does not exist; create it, or choose another directory",
        "is not a directory; choose one")  # fmt: skip
 @pytest.mark.parametrize("way", ["resume", "delete", "elsewhere", "not durable"])

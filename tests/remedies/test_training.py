@@ -96,7 +96,7 @@ def test_weights_that_are_replaced_in_forward() -> None:
         same(model, plain)
 
 
-@tries("offload/activations/saved.py", "run backward before step()",
+@tries("offload/activations/saved_tensor_hooks.py", "run backward before step()",
        "run backward before close() or unwrap()")  # fmt: skip
 def test_backward_that_comes_too_late() -> None:
     model = net()

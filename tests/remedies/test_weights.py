@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import overspill
-from overspill.io_engine import store
+from overspill.io_engine import store_file
 from tests.devices import CPU, SIM, about_cpu, about_sim, normal
 from tests.parity.test_in_place import file_of
 from tests.remedies.table import (
@@ -95,7 +95,7 @@ def test_integers_on_meta(way: str, tmp_path: Path) -> None:
 
 
 @about_cpu
-@tries("io_engine/ranges.py", "put the file back as it was, or wrap the model")
+@tries("io_engine/file_ranges.py", "put the file back as it was, or wrap the model")
 @pytest.mark.parametrize("way", ["put back", "wrap"])
 def test_files_that_change_while_they_are_read(way: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
@@ -132,7 +132,7 @@ def test_files_that_change_while_they_are_read(way: str, tmp_path: Path) -> None
 
 
 @about_cpu
-@tries("io_engine/store.py", "free some, choose another directory, or lower nvme_memory",
+@tries("io_engine/store_file.py", "free some, choose another directory, or lower nvme_memory",
        "raise the limit (ulimit -f), or use more directories")  # fmt: skip
 def test_disks_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
@@ -150,7 +150,7 @@ def test_disks_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             return SimpleNamespace(f_bavail=1, f_frsize=found.f_frsize, f_blocks=found.f_blocks)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "os", FilledMeanwhile())
+        patch.setattr(store_file, "os", FilledMeanwhile())
         with says("free some, choose another directory, or lower nvme_memory"):
             wrapped(net(depth=6), **options)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -202,7 +202,9 @@ def test_files_that_a_store_reads(tmp_path: Path) -> None:
 
 
 @about_cpu
-@tries("offload/planning/packing.py", "); leave frozen= out, and such weights move as they are")
+@tries(
+    "offload/planning/packed_pages.py", "); leave frozen= out, and such weights move as they are"
+)
 def test_weights_that_are_quantised_already() -> None:
     class Narrow(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +309,7 @@ def test_buffers_on_meta(tmp_path: Path) -> None:
 
 
 @tries(
-    "offload/quantised/formats.py",
+    "offload/quantised/format_table.py",
     "(quantization_config in config.json), which cannot be read; use a folder with bf16, fp16",
 )
 @tries("offload/state/importing.py", "no weight of the model is quantised with them: use a folder")

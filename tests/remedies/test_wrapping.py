@@ -269,7 +269,7 @@ def test_options(
 @about_sim
 @tries(CONFIG, "device='cpu' has one memory tier; set host_memory instead")
 @tries("offload/planning/budgets.py", "leave it out and set host_memory, or pass device='sim'")
-@tries("offload/movement/accelerators/choose.py", "use device='cpu', or 'sim' to try offloading")
+@tries("offload/movement/accelerators/make.py", "use device='cpu', or 'sim' to try offloading")
 def test_a_device_that_is_not_there() -> None:
     model = net()
     with says("set host_memory instead"):
@@ -343,7 +343,7 @@ def test_units_that_are_read_from_outside() -> None:
             step(model, optimizer)
 
 
-@tries("offload/movement/packing.py", "leave frozen= out, or mend the weight")
+@tries("offload/movement/page_conversion.py", "leave frozen= out, or mend the weight")
 @tries("offload/state/loading.py", "leave frozen= out, or mend the weight")
 @pytest.mark.parametrize("way", ["left out", "mended"])
 def test_a_frozen_weight_that_cannot_be_packed(way: str) -> None:

@@ -127,7 +127,7 @@ def test_no_python_code_runs_where_graphs_end(
     activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt that comes where Python collects an object is printed, and lost."""
-    monkeypatch.setattr("overspill.activations.activations.LEAST_BYTES", 1)
+    monkeypatch.setattr("overspill.activations.offloader.LEAST_BYTES", 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     options: dict[str, Any] = {
         "device": SIM, "device_memory": "90KiB", "host_memory": "2MiB", "nvme": tmp_path,

@@ -207,9 +207,9 @@ def test_what_was_taken_is_not_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system says that it is used."""
-    from overspill.activations import activations
+    from overspill.activations import offloader
 
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     model, optimizer = opened(
         tmp_path / "one", host_memory="6MiB", activations="auto", durable=False
     )

@@ -23,7 +23,7 @@ from torch import nn
 
 import overspill
 import overspill.movement.store
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.io_engine import IoEngine
 from overspill.io_engine.native import NATIVE
 from tests.devices import CPU, SIM, normal
@@ -72,7 +72,7 @@ def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> str:
     options = {**PLACES[place], "activations": policy}
     disk = functools.partial(IoEngine, backend=faulty_disk(faults_of(seed)))
     patch.setattr(overspill.movement.store, "IoEngine", disk)
-    patch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    patch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     try:
         losses, found = train(folder, options)
     except overspill.OffloadError as error:

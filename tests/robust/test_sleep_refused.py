@@ -11,7 +11,7 @@ from torch import nn
 
 import overspill
 from overspill import OffloadError, Tier
-from overspill.activations import activations
+from overspill.activations import offloader
 from overspill.movement.memory import Memory
 from tests.devices import SIM, about_cpu, normal
 from tests.parity.nets import PLACES, WIDTH, Net, adam, nets, wrapped
@@ -58,7 +58,7 @@ def test_a_graph_that_is_kept(place: str, tmp_path: Path) -> None:
 def test_a_graph_whose_activations_have_left(
     policy: str, host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     found = []
     for sleeps in (False, True):
         (folder := tmp_path / str(sleeps)).mkdir()
@@ -147,7 +147,7 @@ def test_a_tensor_over_a_slot(tmp_path: Path) -> None:
 
 
 def test_activations_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(offloader, "LEAST_BYTES", 1 << 10)
     model, optimizer = sleepy(
         tmp_path, activations="host", host_memory="2MiB", device_memory="256KiB", tokens=512
     )

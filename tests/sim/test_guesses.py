@@ -12,7 +12,7 @@ import pytest
 from overspill.schedule.guesses import GuessCredit
 from overspill.schedule.layout import Layout
 from overspill.schedule.messages import CopyIn, Need, Read, Release, Repeat, Signal, Step
-from overspill.schedule.updates import DueUpdates
+from overspill.schedule.update_queue import DueUpdates
 from tests.sim.test_scripts import Script, layout
 
 UNITS, DEPTH = 12, 3

@@ -12,8 +12,8 @@ import overspill
 from benchmarks.model import Gpt, Shape, batch_of
 from overspill.cli.app import app
 from overspill.facts.trace import LANES, TierBytes, Trace
-from overspill.observe.export import load_trace
 from overspill.observe.memory_picture import draw_memory
+from overspill.observe.trace_files import load_trace
 from overspill.planning.costs import Profile
 from overspill.planning.replay import replay
 from tests.devices import DEVICE, NAME, SIM, about_cpu, link
@@ -97,7 +97,7 @@ def test_pictures_lay_the_plan_beside_the_run(
     pytest.importorskip("matplotlib")
     from typer.testing import CliRunner
 
-    from overspill.observe.export import save_trace
+    from overspill.observe.trace_files import save_trace
 
     plan, path = ran
     again = replay(plan, load_trace(path))
@@ -131,7 +131,7 @@ def test_activations_are_seen_where_compute_has_them(
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr("overspill.activations.activations.LEAST_BYTES", 1)
+    monkeypatch.setattr("overspill.activations.offloader.LEAST_BYTES", 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     adamw = torch.optim.AdamW(model.parameters())
     path = tmp_path / "trace.json"

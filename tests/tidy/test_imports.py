@@ -163,5 +163,5 @@ def test_relative_imports_are_resolved() -> None:
     graph = inner_imports(package_sources())
     assert "overspill.errors" in graph[source.module]
     assert "overspill.movement.accelerators.base" in graph[source.module]
-    assert "overspill.measure.probes" in graph["overspill.measure.rates"]
+    assert "overspill.measure.probes" in graph["overspill.measure.machine_rates"]
     assert Source("optim/__init__.py").package == "overspill.optim"

@@ -15,7 +15,7 @@ MECHANISM = "io_engine/atomic_files.py"
 BY_ITSELF = {
     MECHANISM: "the mechanism",
     "io_engine/folders.py": "a part of the mechanism",
-    "io_engine/store.py": "the store's own files",
+    "io_engine/store_file.py": "the store's own files",
     "io_engine/manifest.py": "the store's own files",
     "io_engine/ownership.py": "the store's own files",
     "io_engine/pins.py": "a file without contents, to lock",

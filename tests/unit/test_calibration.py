@@ -12,7 +12,7 @@ import torch
 from overspill.facts.rates import Rates, UpdateRate
 from overspill.facts.stats import LaneStats, Stats
 from overspill.facts.trace import LANES
-from overspill.measure import rates
+from overspill.measure import machine_rates
 from overspill.measure.calibration import Task, calibrate
 from overspill.measure.steps import STEPS, Drift
 from overspill.optim.bench import Case, case_of
@@ -34,7 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         calls.append(len(calls) + 1)
         return Rates(dram_bytes_s=float(len(calls)))
 
-    monkeypatch.setattr(rates, "measure", fake)
+    monkeypatch.setattr(machine_rates, "measure", fake)
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
     return calls
 
@@ -102,8 +102,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> list[str]:
         calls.append(str(dtype))
         return 1e9 * len(calls)
 
-    monkeypatch.setattr(rates, "measure_update", update)
-    monkeypatch.setattr(rates, "measure_flops", flops)
+    monkeypatch.setattr(machine_rates, "measure_update", update)
+    monkeypatch.setattr(machine_rates, "measure_flops", flops)
     return calls
 
 
@@ -219,7 +219,7 @@ def test_a_run_at_other_rates_has_them_measured_anew(
     from overspill.measure import steps
 
     wrong = Rates(disk_read_bytes_s=1e15, disk_write_bytes_s=1e15, dram_bytes_s=1e9)
-    monkeypatch.setattr(rates, "measure", lambda *_: wrong)
+    monkeypatch.setattr(machine_rates, "measure", lambda *_: wrong)
     monkeypatch.setattr(steps, "LEAST_BYTES", 1)
     monkeypatch.setattr(steps, "LEAST_SHARE", 0.0)
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))

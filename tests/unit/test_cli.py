@@ -20,7 +20,7 @@ from overspill.cli.app import app
 from overspill.cli.progress import LiveWatch, PlainWatch, make_watch
 from overspill.facts.stats import LaneStats, MemoryStats, Stats
 from overspill.facts.trace import LANES
-from overspill.train.loop import StepRecord
+from overspill.train.training_loop import StepRecord
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, probe
+from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, dispatch, probe
 from overspill.io_engine.aiofiles_backend import open_backend
 from overspill.io_engine.backend import (
     LATENCY_STEPS,

@@ -13,7 +13,13 @@ import pytest
 from numpy.typing import NDArray
 
 from overspill.io_engine import CorruptionError, IoError, OffloadError
-from overspill.io_engine.ranges import BLOCK_BYTES, GAP_BYTES, FilePart, FileRanges, RangeReader
+from overspill.io_engine.file_ranges import (
+    BLOCK_BYTES,
+    GAP_BYTES,
+    FilePart,
+    FileRanges,
+    RangeReader,
+)
 
 Bytes = NDArray[np.uint8]
 SIZES = (5 * BLOCK_BYTES + 777, 123_457, 4096)

@@ -18,9 +18,9 @@ from overspill.errors import OffloadError
 from overspill.facts.stats import FIGURES
 from overspill.facts.trace import LANES, StepMark, Trace
 from overspill.observe import page as page_module
-from overspill.observe.export import load_trace, save_trace
 from overspill.observe.page import make_page, page_of, write_page
 from overspill.observe.pictures import LANE_COLOURS
+from overspill.observe.trace_files import load_trace, save_trace
 from overspill.train.job import run
 from tests.unit.test_train_job import Quiet, small
 

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import overspill
 from overspill.facts.trace import NO_RANGE, Trace
-from overspill.params import ranges
-from overspill.params.ranges import ProfilerRanges
+from overspill.params import profiler_ranges
+from overspill.params.profiler_ranges import ProfilerRanges
 
 
 def test_units_and_lanes_are_named_in_a_profile(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     def never(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr(ranges, "record_function", never)
+    monkeypatch.setattr(profiler_ranges, "record_function", never)
     trace = Trace(ranges=ProfilerRanges())
     trace.compute_resume("h.0")
     assert trace.compute_pause() == "h.0"

@@ -14,9 +14,9 @@ import torch
 
 from overspill.facts.rates import Rates
 from overspill.io_engine import Extent, IoEngine, Ticket
-from overspill.measure import probes, rates
+from overspill.measure import machine_rates, probes
 from overspill.measure.calibration import Task, calibrate
-from overspill.measure.rates import measure
+from overspill.measure.machine_rates import measure
 from overspill.optim.bench import Case, device_update_rate
 from tests.patience import in_the_end
 
@@ -86,16 +86,16 @@ def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_without_a_store_disk_rates_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "MEASURE_S", 0.05)
+    monkeypatch.setattr(machine_rates, "MEASURE_S", 0.05)
     measured = measure([], "sim")
     assert measured.disk_read_bytes_s is None and measured.disk_write_bytes_s is None
     assert measured.dram_bytes_s is not None
 
 
 def test_products_and_updates_are_measured() -> None:
-    assert rates.measure_flops("sim", torch.bfloat16) > 1e8
+    assert machine_rates.measure_flops("sim", torch.bfloat16) > 1e8
     case = Case("adamw", torch.bfloat16, "split", "int8")
-    found = rates.measure_update(case, "sim")
+    found = machine_rates.measure_update(case, "sim")
     assert found.alone_params_s > 1e5 and found.beside_params_s > 1e5
     assert found.device_params_s is None, "a simulated device updates as the CPU does"
     assert device_update_rate(case, torch.device("cpu"), numel=10_000, rounds=2) > 1e4

@@ -17,7 +17,7 @@ from overspill.cli.app import app
 from overspill.facts.stats import LaneStats, Stats, step_stats
 from overspill.facts.trace import LANES, StepMark, Trace, intersection, length, union
 from overspill.measure.steps import StepFigures
-from overspill.observe.export import load_trace, save_trace
+from overspill.observe.trace_files import load_trace, save_trace
 
 Intervals = list[tuple[int, int]]
 intervals = st.lists(

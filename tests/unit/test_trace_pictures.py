@@ -11,7 +11,7 @@ import pytest
 from overspill import OffloadError
 from overspill.facts.trace import LANES, Trace
 from overspill.observe import pictures
-from overspill.observe.export import save_trace
+from overspill.observe.trace_files import save_trace
 
 pytest.importorskip("matplotlib")
 

@@ -17,9 +17,9 @@ from overspill.facts.stats import MemoryStats
 from overspill.train.compare import in_memory_adamw, rounded
 from overspill.train.data import Batches, Corpus
 from overspill.train.job import Job, run
-from overspill.train.loop import LoopSettings, StepRecord, train
 from overspill.train.save import save_masters, save_weights
 from overspill.train.shapes import find_model
+from overspill.train.training_loop import LoopSettings, StepRecord, train
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from overspill.train.job import Job, run
-from overspill.train.loop import StepRecord
+from overspill.train.training_loop import StepRecord
 from tests.unit.test_train_job import Quiet, small
 
 

@@ -1,6 +1,6 @@
 """Saved-tensor hooks inside units: weights become handles, and other tensors are passed on.
 
-See Note [Offloading of saved tensors] in ``activations.py`` for the other tensors.
+See Note [Offloading of saved tensors] in ``offloader.py`` for the other tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
 from ..params.views import View
 from ..private import torch_private
-from .activations import SavedHandle, SavedTensorOffloader
+from .offloader import SavedHandle, SavedTensorOffloader
 from .untracked_activations import UntrackedStep
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..optim import packed
 from ..optim.packed_layout import Parts
-from ..quantised.base import QuantisedPage
+from ..quantised.format_base import QuantisedPage
 from ..schedule.units import Chunk, PagePart, ParamSpec, Unit
 
 

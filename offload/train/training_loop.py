@@ -14,7 +14,7 @@ from ..errors import GradientError
 from ..facts.stats import Stats
 from ..optimizer import OffloadedOptimizer
 from .data import Batches
-from .progress import Progress
+from .job_state import Progress
 from .ranks import ALONE, Ranks, without_sync
 
 

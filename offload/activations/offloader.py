@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
-from ..movement.saved import OffloadedStorage, SavedStore
+from ..movement.saved_storages import OffloadedStorage, SavedStore
 from ..optim.activation_blocks import ActivationBlocks
 from ..params.backward import Backward
 from ..planning.save_timing import UnitForward

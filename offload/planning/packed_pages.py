@@ -11,7 +11,7 @@ from torch import nn
 
 from ..optim.kernels import FLOAT_TYPES
 from ..optim.packed_layout import BORDER, Format, Parts
-from ..quantised.formats import described_page
+from ..quantised.format_table import described_page
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..io_engine.ranges import RangeReader
+from ..io_engine.file_ranges import RangeReader
 from ..planning.sources import described_sources
 
 Bytes = NDArray[np.uint8]

@@ -10,7 +10,7 @@ import torch
 from ..io_engine import allocate_host
 from ..optim import packed
 from ..optim.packed_layout import Parts, Window, windows
-from ..quantised.formats import described_page
+from ..quantised.format_table import described_page
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of
 
 # requests bytes [low, high) of a page; the result waits for them

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from . import awq, bitsandbytes, compressed_tensors, fp4, gptq, modelopt, quanto, scaled
-from .base import Files, Format, QuantisedPage, QuantisedWeight, UnreadableFormat, require
 from .cast import Cast
+from .format_base import Files, Format, QuantisedPage, QuantisedWeight, UnreadableFormat, require
 
 FINDERS: Mapping[str, Callable[[Files, Mapping[str, Any]], Iterator[QuantisedWeight]]] = {
     method: module.find

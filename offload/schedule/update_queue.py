@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..facts.tier import Tier
 from .arena import Place
-from .gradients import Gradients
+from .gradient_policy import Gradients
 from .items import Item, Items, Move
 from .layout import Layout
 from .messages import Instruction, Key, Kind, Update
