@@ -103,10 +103,10 @@ def make_blueprint(
     now = tiled_layers(model)
     if config.tile is None or config.tile == "auto":
         made = tiled(now)
-        if config.tile is None or made.plan.fits or now or not (layers := layers_in(model)):
+        short = made.plan.detail.activations_short  # tiles save nothing else
+        if config.tile is None or not short or now or not (layers := layers_in(model)):
             return made
-        other = tiled(layers)
-        return other if other.plan.fits or made.plan.detail.activations_short else made
+        return tiled(layers)
     return tiled(require_layers(modules_named(model, config.tile, "tile")))
 
 
