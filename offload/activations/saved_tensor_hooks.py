@@ -103,14 +103,26 @@ class SavedTensors:
         self.saved_offloader = saved_offloader
         self._held: list[weakref.ref[_Held]] = [weakref.ref(_Held())] * len(versions)
         self._lock = threading.Lock()
+        self._outlive: set[int] = set()  # units for which ``outlive_gradients`` was ever true
 
     def by_handles(self, unit: int) -> bool:
         """Return whether graphs must hold the unit's weights by handles.
 
-        They must if the weights move, or if the unit's module changes them in place when it runs.
+        They must if the weights move, if the unit's module changes them in place when it runs, or
+        if a graph has held them longer than its gradients took (``outlive_gradients``).
         """
         units = self._onloaded_units
-        return units.streamed[unit] or units.changed_before(unit)
+        return units.streamed[unit] or unit in self._outlive or units.changed_before(unit)
+
+    def outlive_gradients(self, unit: int) -> bool:
+        """Return whether a graph holds the unit's weights now that its gradients are complete.
+
+        Backward goes on to use them, so an update has to wait, which only handles can tell.
+        """
+        if not self.holds(unit):
+            return False
+        self._outlive.add(unit)
+        return True
 
     def packing(self, outer: Hooks | None) -> _Packing:
         """Return the pack hook; ``outer``: the pair of hooks that encloses this engine's."""

@@ -91,7 +91,11 @@ class BackwardUpdatePolicy:
         if self._update != "backward" or not self._final():
             return False
         users = self._onloaded_units.users[unit]  # itself, and units that share its weights
-        return over or not any(self._saved.holds(u) or self._onloaded_units.uses[u] for u in users)
+        if over:
+            return True
+        return not any(
+            self._onloaded_units.uses[u] or self._saved.outlive_gradients(u) for u in users
+        )
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
         """Prepare the update of a unit during backward; ``params``: those with a gradient."""

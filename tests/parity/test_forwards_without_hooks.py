@@ -290,3 +290,38 @@ def test_shapes_are_known_of_usual_inputs_alone() -> None:
         assert shapes_of((x,), {}) is not None
         quiet = shapes_of((x,), {})
     assert quiet != shapes_of((x,), {})
+
+
+class Twice(nn.Module):
+    """Uses its weight a second time, detached: backward needs it after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.linear(x, self.weight.detach()).tanh()
+        return x + nn.functional.linear(inner, self.weight)
+
+
+def test_updates_wait_for_graphs_that_outlive_the_gradients(pushed: list[int]) -> None:
+    losses: list[list[float]] = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice(), Twice(), Block(), Block())
+        optimizer: Any = adamw(model)
+        if wraps:
+            optimizer = overspill.wrap(
+                model, adamw(model), device=CPU, host_memory="40MiB", update="backward"
+            )
+        losses.append([])
+        for number in range(6):
+            pushed.append(0)
+            loss = model(normal(number, 4, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    optimizer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert 2 <= pushed[-1] < pushed[7], "hooks stay around the two units alone"
