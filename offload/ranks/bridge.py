@@ -1,9 +1,10 @@
 """The connection between a model that FSDP2 has sharded and the engine that holds its shards.
 
-FSDP2 gathers a module's weights when the module is about to run. Their update must be over before
-that. FSDP2 leaves the reduced gradient of each shard in ``p.grad``. The engine takes it from there
-and puts its own tensor in its place, so that norms, scales and sums of whole gradients reach the
-engine.
+FSDP2 gathers a module's weights when the module is about to run, in forward and in backward. Their
+update must be over before that, and shards that are not resident come to the device for it, and
+leave when FSDP2 has read them. FSDP2 leaves the reduced gradient of each shard in ``p.grad``. The
+engine takes it from there and puts its own tensor in its place, so that norms, scales and sums of
+whole gradients reach the engine.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 # Note [Edits of shards]
 # ~~~~~~~~~~~~~~~~~~~~~~
+# A shard that is not resident has no memory: users get copies, whose changes the engine adopts
+# (Note [Tensors over parameters] in ``state/lent_copies.py``). The rest is about resident ones.
+#
 # The shard of a parameter lies in the engine's memory, so FSDP2 reads the engine's weights without
 # a copy. Exception: where a rank has fewer rows than FSDP2 allocates (``Shard.even`` is false), the
 # shard stays in FSDP2's memory and is a copy. ``_renew`` refreshes it if the unit's weights have
@@ -103,6 +107,7 @@ class Bridge:
         self._versions: dict[int, tuple[int, int]] = {}  # its version when the engine last looked
         self._copied: dict[int, int] = {}  # the version of its unit that a copy was made from
         self._lent: dict[int, tuple[int, int]] = {}  # version of its unit and digest, when lent
+        self._onloaded: list[int] = []  # units, while FSDP2 reads their shards
         self._handles: list[Any] = []
         self._over = False
         self._model = model
@@ -119,6 +124,9 @@ class Bridge:
             self._take_over(me, shard, p)
         for each in self._modules:
             self._hook(me, each)
+        for number, shard in enumerate(self._shards):
+            if not self._resident(number):
+                shard.leave_memory()
         self._handles.append(self._model.register_forward_pre_hook(_root(me), prepend=True))
         self._handles.append(self._model.register_forward_hook(_root_over(me), always_call=True))
         self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
@@ -134,7 +142,8 @@ class Bridge:
         number = self._by_param[id(shard.param)]
         assert self._before is not None
         self._before[number] = shard.kept()
-        shard.move_to(self._external_forward.weight(self._index[id(p)]))
+        if self._resident(number):
+            shard.move_to(self._external_forward.weight(self._index[id(p)]))
         self._versions[number] = shard.version
         shard.managed(_Watcher(me, number))
         if p.requires_grad:
@@ -144,6 +153,10 @@ class Bridge:
     def _unit_of(self, number: int) -> int:
         index = self._index[id(self._local[number])]
         return self._external_forward.parts.unit_of[index]
+
+    def _resident(self, number: int) -> bool:
+        """Return whether the shard stays on the device, in the engine's memory."""
+        return self._external_forward.resident(self._unit_of(number))
 
     def _renew(self, number: int) -> None:
         """Refresh a shard that is a copy, if the engine's weights have changed since.
@@ -160,20 +173,29 @@ class Bridge:
             self._versions[number], self._copied[number] = shard.version, made
 
     @torch_private.without_grad
-    def lend(self, number: int, *, looked_at: bool) -> None:
+    def lend(self, number: int, *, looked_at: bool) -> torch.Tensor | None:
         """Make a shard current before its use: wait for its update.
 
         Args:
             looked_at: the user gets it, and may change it without a change of its version.
+
+        Returns:
+            The weights of a shard that is not resident: a copy, whose changes the engine adopts.
+            FSDP2 only asks for their shape.
         """
-        unit = self._unit_of(number)
+        unit, shard = self._unit_of(number), self._shards[number]
+        if not self._external_forward.resident(unit):
+            if not looked_at:
+                return shard.nothing
+            return self._local[number].data
         self._external_forward.catch_up(unit)
         self._renew(number)
         if not looked_at:
-            return
+            return None
         made = self._external_forward.version(unit)
         if self._lent.get(number, (-1, 0))[0] != made:
-            self._lent[number] = made, digest(self._shards[number].local)
+            self._lent[number] = made, digest(shard.local)
+        return None
 
     def _changed(self, number: int) -> bool:
         """Return whether the user has changed a shard in place since the engine last looked."""
@@ -184,13 +206,15 @@ class Bridge:
         return same and lent is not None and lent[1] != digest(shard.local)
 
     def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            bridge = me()
-            if bridge is not None:
+        def before() -> None:
+            if (bridge := me()) is not None:
                 bridge.before_gathering(each)
 
-        for module in each.modules:
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        def after() -> None:
+            if (bridge := me()) is not None:
+                bridge.after_gathering(each)
+
+        self._handles += each.around_gathers(self._external_forward.device, before, after)
 
     def before_forward(self) -> None:
         """Prepare for a forward of the whole model."""
@@ -205,14 +229,26 @@ class Bridge:
         self._external_forward.after_forward(output)
 
     def before_gathering(self, each: ShardedModule) -> None:
-        """Make the weights current that a module and its prefetches are about to gather."""
-        device = self._external_forward.device
-        with each.gathering(device):
-            for module in (each.module, *each.brings):
-                for unit in self._units.get(id(module), ()):
-                    self._external_forward.catch_up(unit)
-                for number in self._members.get(id(module), ()):
-                    self._renew(number)
+        """Bring the current weights of a module to the device, for FSDP2 to read them."""
+        outer = self._external_forward
+        for unit in self._units.get(id(each.module), ()):
+            outer.catch_up(unit)
+            outer.onload(unit)
+            self._onloaded.append(unit)
+        for number in self._members.get(id(each.module), ()):
+            if self._resident(number):
+                self._renew(number)
+            else:
+                index = self._index[id(self._local[number])]
+                self._shards[number].lay_over(outer.weight(index))
+
+    def after_gathering(self, each: ShardedModule) -> None:
+        """Free the memory of shards that are not resident: FSDP2 has read them."""
+        for number in self._members.get(id(each.module), ()):
+            if not self._resident(number):
+                self._shards[number].lay_over(None)
+        while self._onloaded:
+            self._external_forward.offload(self._onloaded.pop())
 
     def take_edits(self) -> None:
         """Pass in-place changes of shards since the last look to the engine.
@@ -232,7 +268,7 @@ class Bridge:
                     f"parameter {shard.name!r} was replaced after the model was wrapped; put the "
                     "old one back, and copy the new values into it (p.data.copy_(new))"
                 )
-            if self._changed(number):
+            if self._resident(number) and self._changed(number):
                 index = self._index[id(self._local[number])]
                 edited[index] = shard.local.detach().clone()
         if edited:
@@ -282,7 +318,10 @@ class Bridge:
 
     def _renew_copies(self) -> None:
         """Refresh the shards that are copies, once their weights are on the device."""
-        numbers = [number for number, shard in enumerate(self._shards) if not shard.even]
+        numbers = [
+            number for number, shard in enumerate(self._shards)
+            if self._resident(number) and not shard.even
+        ]  # fmt: skip
 
         def renew() -> None:
             for number in numbers:
@@ -335,8 +374,8 @@ class _Watcher:
     def __init__(self, me: weakref.ref[Bridge], number: int) -> None:
         self._me, self._number = me, number
 
-    def lend(self, *, looked_at: bool) -> None:
-        self._bridge().lend(self._number, looked_at=looked_at)
+    def lend(self, *, looked_at: bool) -> torch.Tensor | None:
+        return self._bridge().lend(self._number, looked_at=looked_at)
 
     def _bridge(self) -> Bridge:
         bridge = self._me()

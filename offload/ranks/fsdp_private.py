@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import WeightError
 from ..private import torch_private
+from ..private.handles import Removable
 
 _local = DTensor._local_tensor  # the slot's descriptor, with getter and setter
 _data = torch.Tensor.data  # likewise
@@ -25,8 +26,8 @@ _FSDP = "torch.distributed.fsdp."
 class Watcher(Protocol):
     """Receives a call before a shard is read."""
 
-    def lend(self, *, looked_at: bool) -> None:
-        """Make the shard's weights current.
+    def lend(self, *, looked_at: bool) -> torch.Tensor | None:
+        """Make the shard's weights current; return them if the shard is not where they are.
 
         Args:
             looked_at: the caller may change them without a change of their version.
@@ -43,8 +44,8 @@ class Sharded(DTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[_WATCHER].lend(looked_at=not _by_fsdp())
-        return _local.__get__(self)  # type: ignore[no-any-return,attr-defined]
+        lent = self.__dict__[_WATCHER].lend(looked_at=not _by_fsdp())
+        return _local.__get__(self) if lent is None else lent  # type: ignore[no-any-return,attr-defined]
 
     @_local_tensor.setter
     def _local_tensor(self, value: torch.Tensor) -> None:
@@ -143,8 +144,37 @@ class Shard:
             memory = memory.data  # an alias with its own version, which only users' edits change
             self._of._sharded_param_data = memory.view(-1)
             _local.__set__(self.param, memory)  # type: ignore[attr-defined]
+            return
+        if self.local.is_meta:
+            padded = self._padded(memory)
+            self._of._sharded_param_data = padded.view(-1)
+            _local.__set__(self.param, padded[: len(memory)])  # type: ignore[attr-defined]
+        self.local.copy_(memory)
+
+    def _padded(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.new_zeros(self._of.padded_sharded_param_size)
+
+    def leave_memory(self) -> None:
+        """Have no memory; ``lend`` returns what users read, and ``lay_over`` what FSDP2 does."""
+        nothing = self.local.to("meta")
+        _local.__set__(self.param, nothing)  # type: ignore[attr-defined]
+        self._of._sharded_param_data = nothing.view(-1)
+
+    @property
+    def nothing(self) -> torch.Tensor:
+        """A tensor on ``meta`` in the shape of this rank's rows."""
+        return _local.__get__(self.param)  # type: ignore[no-any-return,attr-defined]
+
+    def lay_over(self, memory: torch.Tensor | None) -> None:
+        """Let FSDP2 gather these rows; ``None``: none, until the next call."""
+        if memory is None:
+            self._of._sharded_param_data = self.nothing.view(-1)
+        elif self.even:
+            self._of._sharded_param_data = memory.data.view(-1)
         else:
-            self.local.copy_(memory)
+            padded = self._padded(memory)
+            padded[: len(memory)].copy_(memory)
+            self._of._sharded_param_data = padded.view(-1)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
         """Return the current state for ``restore``."""
@@ -223,18 +253,70 @@ class ShardedModule:
         """
         _spread(self._groups)
 
-    @property
-    def brings(self) -> list[nn.Module]:
-        """The modules whose weights its forward prefetches, besides its own."""
-        return [state._modules[0] for state in self._state._states_to_forward_prefetch]
+    def around_gathers(
+        self, device: torch.device, before: Callable[[], None], after: Callable[[], None]
+    ) -> list[Removable]:
+        """Call ``before`` and ``after`` around every reading of the shards by FSDP2, on the stream
+        that reads them."""
+        return [_Gathers(group, self._gathering(device), before, after) for group in self._groups]
 
-    def gathering(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return a context that selects the stream on which FSDP2 reads weights to gather them."""
-        context = getattr(self._state, "_comm_ctx", None)
-        stream = getattr(context, "all_gather_copy_in_stream", None)
-        if device.type == "cpu" or stream is None:
-            return nullcontext()
-        return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
+    def _gathering(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """Return what selects the stream on which FSDP2 reads weights to gather them."""
+
+        def select() -> AbstractContextManager[object]:
+            context = getattr(self._state, "_comm_ctx", None)
+            stream = getattr(context, "all_gather_copy_in_stream", None)
+            if device.type == "cpu" or stream is None:
+                return nullcontext()
+            return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
+
+        return select
+
+
+class _Gathers:
+    """Calls around the methods of a group of parameters in which FSDP2 reads their shards.
+
+    With several ranks that is ``unshard``, which copies them into the message of the collective,
+    and with one rank ``wait_for_unshard``, which copies them to where they are used.
+    """
+
+    def __init__(
+        self, group: Any, stream: Callable[[], AbstractContextManager[object]],
+        before: Callable[[], None], after: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._group, self._stream, self._before, self._after = group, stream, before, after
+        self._alone = group.mesh_info.shard_mesh_size == 1
+        group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
+
+    def remove(self) -> None:
+        """Call nothing any more."""
+        for name in ("unshard", "wait_for_unshard"):
+            self._group.__dict__.pop(name, None)
+
+    def _unshard(self, async_op: bool = False) -> None:
+        group = self._group
+        if self._alone or group._all_gather_result is not None or group.is_unsharded:
+            type(group).unshard(group, async_op)
+        else:
+            self._reading(lambda: type(group).unshard(group, async_op), self._stream)
+
+    def _wait_for_unshard(self) -> None:
+        group = self._group
+        if self._alone and group._all_gather_result is not None:
+            self._reading(lambda: type(group).wait_for_unshard(group), nullcontext)
+        else:
+            type(group).wait_for_unshard(group)
+
+    def _reading(
+        self, read: Callable[[], None], stream: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        try:
+            with stream():
+                self._before()
+            read()
+        finally:
+            with stream():
+                self._after()
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

@@ -160,7 +160,9 @@ class Sharding:
         whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
-        return replace(self.world.share(whole), rates=rates, units=units, resident=units)
+        # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
+        stay = units if isinstance(self._way, Replicated) else None
+        return replace(self.world.share(whole), rates=rates, units=units, resident=stay)
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
         """Return the machine's rates, which the first of its ranks measures."""

@@ -36,7 +36,7 @@ class Usable(Protocol):
 
 
 class ExternalForwardAdapter:
-    """The interface of an engine whose weights are all resident; units and parameters by index."""
+    """The interface of an engine whose modules are not called; units and parameters by index."""
 
     def __init__(
         self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, onloaded_units: OnloadedUnits,
@@ -70,8 +70,20 @@ class ExternalForwardAdapter:
         """Return how often a unit's weights have changed."""
         return self._ledger.versions[unit]
 
+    def resident(self, unit: int) -> bool:
+        """Return whether a unit's weights stay where compute finds them."""
+        return self._onloaded_units.fixed[unit]
+
+    def onload(self, unit: int) -> None:
+        """Bring a unit's weights to compute, until ``offload``; nothing if they are resident."""
+        self._onloaded_units.enter(unit, visible=False)
+
+    def offload(self, unit: int) -> None:
+        """End the use of a unit's weights that ``onload`` began."""
+        self._onloaded_units.leave(unit, visible=False)
+
     def weight(self, index: int) -> torch.Tensor:
-        """Return the resident weights of a parameter."""
+        """Return the weights of a parameter, which are resident or onloaded."""
         return self._onloaded_units.weight(index)
 
     def copied(self, units: Collection[int], copy: Callable[[], None]) -> None:
