@@ -186,7 +186,7 @@ class Bridge:
         unit, shard = self._unit_of(number), self._shards[number]
         if not self._external_forward.resident(unit):
             if not looked_at:
-                return shard.nothing
+                return shard.local
             return self._local[number].data
         self._external_forward.catch_up(unit)
         self._renew(number)

@@ -106,7 +106,7 @@ class Shard:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows."""
+        """This rank's rows; on ``meta`` after ``leave_memory``."""
         return _local.__get__(self.param)  # type: ignore[no-any-return,attr-defined]
 
     @property
@@ -160,15 +160,10 @@ class Shard:
         _local.__set__(self.param, nothing)  # type: ignore[attr-defined]
         self._of._sharded_param_data = nothing.view(-1)
 
-    @property
-    def nothing(self) -> torch.Tensor:
-        """A tensor on ``meta`` in the shape of this rank's rows."""
-        return _local.__get__(self.param)  # type: ignore[no-any-return,attr-defined]
-
     def lay_over(self, memory: torch.Tensor | None) -> None:
         """Let FSDP2 gather these rows; ``None``: none, until the next call."""
         if memory is None:
-            self._of._sharded_param_data = self.nothing.view(-1)
+            self._of._sharded_param_data = self.local.view(-1)
         elif self.even:
             self._of._sharded_param_data = memory.data.view(-1)
         else:
