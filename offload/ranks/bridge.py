@@ -23,7 +23,7 @@ from ..private import torch_private
 from ..private.handles import remove_all
 from ..step.external_forward import ExternalForwardAdapter
 from ..step.param_group_check import ParamGroupCheck
-from .fsdp_private import Shard, ShardedModule
+from .fsdp_private import Kept, Shard, ShardedModule
 from .shards import Shards
 
 _CHUNK = 1 << 20  # words
@@ -112,7 +112,7 @@ class Bridge:
         self._over = False
         self._model = model
         # The original shards, until all ranks have an engine.
-        self._before: dict[int, tuple[torch.Tensor, ...]] | None = {}
+        self._before: dict[int, Kept] | None = {}
 
     def attach(self) -> None:
         """Move the shards to the engine's memory and set the hooks.
@@ -221,6 +221,7 @@ class Bridge:
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
                 self._group_check.check()
+                self._drop_gradients()
             self.take_edits()
         self._external_forward.before_forward()
 
@@ -231,6 +232,7 @@ class Bridge:
     def before_gathering(self, each: ShardedModule) -> None:
         """Bring the current weights of a module to the device, for FSDP2 to read them."""
         outer = self._external_forward
+        self._onloaded.clear()  # what an interrupt left, the engine has offloaded
         for unit in self._units.get(id(each.module), ()):
             outer.catch_up(unit)
             outer.onload(unit)
@@ -244,11 +246,13 @@ class Bridge:
 
     def after_gathering(self, each: ShardedModule) -> None:
         """Free the memory of shards that are not resident: FSDP2 has read them."""
-        for number in self._members.get(id(each.module), ()):
-            if not self._resident(number):
-                self._shards[number].lay_over(None)
-        while self._onloaded:
-            self._external_forward.offload(self._onloaded.pop())
+        try:
+            for number in self._members.get(id(each.module), ()):
+                if not self._resident(number):
+                    self._shards[number].lay_over(None)
+        finally:
+            while self._onloaded:
+                self._external_forward.offload(self._onloaded.pop())
 
     def take_edits(self) -> None:
         """Pass in-place changes of shards since the last look to the engine.
@@ -289,6 +293,12 @@ class Bridge:
         self._external_forward.appeared(self._index[id(p)])
         if p.grad is not None:
             shard.hold(p.grad)
+
+    def _drop_gradients(self) -> None:
+        """Drop the engine's gradients where the user has dropped those of the model."""
+        for number, p in enumerate(self._local):
+            if p.grad is not None and self._shards[number].gradient() is None:
+                p.grad = None
 
     def _mirror(self, number: int) -> None:
         """Give the engine's parameter the gradient of the user's."""

@@ -21,6 +21,7 @@ _local = DTensor._local_tensor  # the slot's descriptor, with getter and setter
 _data = torch.Tensor.data  # likewise
 _WATCHER = "_overspill_watcher"
 _FSDP = "torch.distributed.fsdp."
+Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # the state of a shard
 
 
 class Watcher(Protocol):
@@ -171,19 +172,17 @@ class Shard:
             padded[: len(memory)].copy_(memory)
             self._of._sharded_param_data = padded.view(-1)
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
+    def kept(self) -> Kept:
         """Return the current state for ``restore``."""
-        if self.even:
-            return self.local, self._of._sharded_param_data
-        return (self.local.detach().clone(),)
+        copy = None if self.even else self.local.detach().clone()  # ``move_to`` writes over it
+        return self.local, self._of._sharded_param_data, copy
 
-    def restore(self, kept: tuple[torch.Tensor, ...]) -> None:
+    def restore(self, kept: Kept) -> None:
         """Restore the state that ``kept`` returned."""
-        if len(kept) == 2:
-            local, self._of._sharded_param_data = kept
-            _local.__set__(self.param, local)  # type: ignore[attr-defined]
-        else:
-            self.local.detach().copy_(kept[0])
+        local, self._of._sharded_param_data, copy = kept
+        _local.__set__(self.param, local)  # type: ignore[attr-defined]
+        if copy is not None:
+            local.detach().copy_(copy)
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's part of ``p.grad``."""
@@ -253,19 +252,7 @@ class ShardedModule:
     ) -> list[Removable]:
         """Call ``before`` and ``after`` around every reading of the shards by FSDP2, on the stream
         that reads them."""
-        return [_Gathers(group, self._gathering(device), before, after) for group in self._groups]
-
-    def _gathering(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """Return what selects the stream on which FSDP2 reads weights to gather them."""
-
-        def select() -> AbstractContextManager[object]:
-            context = getattr(self._state, "_comm_ctx", None)
-            stream = getattr(context, "all_gather_copy_in_stream", None)
-            if device.type == "cpu" or stream is None:
-                return nullcontext()
-            return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
-
-        return select
+        return [_Gathers(group, device, before, after) for group in self._groups]
 
 
 class _Gathers:
@@ -276,10 +263,10 @@ class _Gathers:
     """
 
     def __init__(
-        self, group: Any, stream: Callable[[], AbstractContextManager[object]],
-        before: Callable[[], None], after: Callable[[], None],
+        self, group: Any, device: torch.device, before: Callable[[], None],
+        after: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._group, self._stream, self._before, self._after = group, stream, before, after
+        self._group, self._device, self._before, self._after = group, device, before, after
         self._alone = group.mesh_info.shard_mesh_size == 1
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
@@ -293,7 +280,9 @@ class _Gathers:
         if self._alone or group._all_gather_result is not None or group.is_unsharded:
             type(group).unshard(group, async_op)
         else:
-            self._reading(lambda: type(group).unshard(group, async_op), self._stream)
+            self._reading(
+                lambda: type(group).unshard(group, async_op), lambda: self._stream(async_op)
+            )
 
     def _wait_for_unshard(self) -> None:
         group = self._group
@@ -301,6 +290,14 @@ class _Gathers:
             self._reading(lambda: type(group).wait_for_unshard(group), nullcontext)
         else:
             type(group).wait_for_unshard(group)
+
+    def _stream(self, async_op: bool) -> AbstractContextManager[object]:
+        """Return a context that selects the stream on which ``unshard`` reads the shards."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        context, state = self._group.comm_ctx, self._group._training_state
+        stream, _ = context.get_all_gather_streams(async_op, state)
+        return torch.get_device_module(self._device).stream(stream)  # type: ignore[no-any-return]
 
     def _reading(
         self, read: Callable[[], None], stream: Callable[[], AbstractContextManager[object]]

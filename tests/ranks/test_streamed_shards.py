@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overspill
+from overspill.ranks.bridge import Bridge
+from overspill.ranks.sharding import Sharding
 
 from . import test_around_steps, test_drop_in, test_failures
 from .spawned import RATES, Net, adamw, folder_of, loss_of, net, sharded, spawn, whole
@@ -133,5 +136,78 @@ def interrupted(rank: int, size: int) -> None:
         assert loss_of(model, 0, rank).item() < losses[0]
 
 
-def test_an_interrupt_leaves_nothing_onloaded() -> None:
-    spawn(2, interrupted)
+def interrupted_after(rank: int, size: int) -> None:
+    """An interrupt while a unit leaves the device: the next forward goes on."""
+    expected = train(plain := sharded(), adamw(plain), rank)
+    count, real = [0], Bridge.after_gathering
+
+    def after(self: Bridge, each: Any) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        real(self, each)
+
+    model = sharded()
+    with overspill.wrap(model, adamw(model), rates=RATES, host_memory="1GiB", **SMALL) as optimizer:
+        Bridge.after_gathering = after  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0, rank)
+        Bridge.after_gathering = real  # type: ignore[method-assign]
+        assert train(model, optimizer, rank) == pytest.approx(expected, rel=2e-6)
+
+
+def one_fails(rank: int, size: int) -> None:
+    """An error of one rank in ``wrap``: the shards of all are as before."""
+    expected = train(plain := sharded(), adamw(plain), rank)
+    model, real = sharded(), Sharding._made
+
+    def made(self: Sharding, *args: Any, **options: Any) -> Any:
+        if rank == 0:
+            raise ValueError("not on this rank")
+        return real(self, *args, **options)
+
+    Sharding._made = made  # type: ignore[method-assign]
+    with pytest.raises((ValueError, overspill.OffloadError), match="not on this rank"):
+        overspill.wrap(model, adamw(model), rates=RATES, host_memory="1GiB", **SMALL)
+    Sharding._made = real  # type: ignore[method-assign]
+    assert not any(raw(p).is_meta for p in model.parameters())
+    with overspill.wrap(model, adamw(model), rates=RATES, host_memory="1GiB", **SMALL) as optimizer:
+        assert train(model, optimizer, rank) == pytest.approx(expected, rel=2e-6)
+
+
+def skipped(rank: int, size: int) -> None:
+    """With updates in backward, layers that some steps leave out."""
+    losses: list[list[float]] = []
+    for wraps in (False, True):
+        model = sharded()
+        optimizer: Any = adamw(model)
+        if wraps:
+            optimizer = overspill.wrap(
+                model, adamw(model), rates=RATES, host_memory="1GiB", update="backward", **SMALL
+            )
+        layers = model.layers
+        losses.append([])
+        for number in range(6):
+            model.forward = partial(_skipping, model, number % 2)  # type: ignore[method-assign]
+            loss = loss_of(model, number, rank)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        assert model.layers is layers
+    optimizer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
+
+
+def _skipping(model: Net, first: int, tokens: torch.Tensor) -> torch.Tensor:
+    x = model.embed(tokens) + model.shift
+    for layer in list(model.layers)[first:]:
+        x = layer(x)
+    x = model.head(x)
+    made: torch.Tensor = x * (1 + model.last(x).mean())
+    return made
+
+
+@pytest.mark.parametrize("work", [interrupted, interrupted_after, one_fails, skipped])
+def test_on_two_ranks(work: Callable[..., Any]) -> None:
+    spawn(2, work)
