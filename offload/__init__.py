@@ -64,7 +64,7 @@ _FROM = {
     "facts.rates": ("Rates",),
     "facts.stats": ("MemoryStats", "Stats"),
     "facts.tier": ("Tier",),
-    "inference": ("OffloadedInference",),
+    "engine_handle": ("OffloadedInference",),
     "integrations": ("offloading",),
     "optimizer": ("OffloadedOptimizer", "accumulate", "ema"),
     "planning.plan": ("Plan",),

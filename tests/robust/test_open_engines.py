@@ -134,7 +134,7 @@ def test_ranks_of_a_machine_leave_it_once(
     monkeypatch.setattr(world.World, "of_first_here", lambda self, make: make())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     two = world.World.__new__(world.World)
-    two.local_size = 2
+    two.local_size, two.cpu_share = 2, 0.5
     shared = two.share(OffloadConfig.from_options(options))
     resolve_budgets(shared, torch.device("cpu") if "sim" in options.values() else None)
     assert shared.host_memory == pytest.approx(host * GIB * 0.85 / 2, abs=2)

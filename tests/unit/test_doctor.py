@@ -90,7 +90,7 @@ def test_rates_that_a_run_has_kept_are_found(
     """By a run's directories, and, of the link, by its device alone."""
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
     kept = Rates(h2d_bytes_s=5e10, disk_read_bytes_s=3e9, disk_write_bytes_s=2e9)
-    monkeypatch.setattr(calibration.rates, "measure", lambda *_: kept)
+    monkeypatch.setattr(calibration.machine_rates, "measure", lambda *_: kept)
     assert disks.rates(tmp_path, "cpu").found == "not measured yet"
     assert calibration.kept_rates(None, "cpu") is None
     calibration.calibrate([tmp_path, tmp_path], "cpu")
