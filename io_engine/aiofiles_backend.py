@@ -23,10 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from .backend import (
     LATENCY_STEPS,
-    Backend,
     Completion,
     LaneCounts,
-    NativeBackend,
     Outcome,
     Segment,
     Tuning,
@@ -385,14 +383,3 @@ class AiofilesBackend:
         with self._ready:
             self._ended.append(ended)
             self._ready.notify()
-
-
-def open_backend(fds: Sequence[int], tuning: Tuning) -> Backend:
-    """Starts the backend that ``tuning`` names, over open files.
-
-    Raises:
-        RuntimeError: a part that it needs is not installed.
-    """
-    if tuning.backend == "aiofiles":
-        return AiofilesBackend(fds, tuning)
-    return NativeBackend.start(fds, tuning)

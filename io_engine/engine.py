@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .aiofiles_backend import open_backend
-from .backend import BackendFactory
+from .aiofiles_backend import AiofilesBackend
+from .backend import Backend, BackendFactory, NativeBackend, Tuning
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
 from .dispatch import Dispatcher, Flight, forget_memory, shut_down
@@ -450,3 +450,14 @@ class IoEngine:
     def _require_open(self) -> None:
         if self.closed:
             raise LifecycleError("the I/O engine is closed; open a new one")
+
+
+def open_backend(fds: Sequence[int], tuning: Tuning) -> Backend:
+    """Starts the backend that ``tuning`` names, over open files.
+
+    Raises:
+        RuntimeError: a part that it needs is not installed.
+    """
+    if tuning.backend == "aiofiles":
+        return AiofilesBackend(fds, tuning)
+    return NativeBackend.start(fds, tuning)

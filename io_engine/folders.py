@@ -1,4 +1,4 @@
-"""Put a folder of new files in the place of a folder that exists.
+"""Make files survive a power cut, and put a folder of new files in the place of another.
 
 ``exchange`` does it in one step. Where that is not possible, ``merge`` replaces the files one by
 one. See Note [Atomic writes] in atomic_files.py, which decides and keeps a complete set.

@@ -1,4 +1,5 @@
-"""Figures of a step: time, bound, and per lane bytes moved, busy time and stalls it caused."""
+"""Figures of a step: time, bound, and per lane bytes moved, busy time and stalls it caused; and
+the names of a run's figures, each with a line that explains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute's use of device memory: when it ends, and which events it waits for."""
+"""Compute's use of device memory: the last events over its ranges, and waits for them."""
 
 from __future__ import annotations
 

@@ -25,6 +25,9 @@ class Files(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
+_E8M0_BIAS = 127  # of the exponent of E8M0 (OCP Microscaling Formats v1.0, section 5.4.1)
+
+
 class UnreadableFormat(ValueError):
     """A weight is quantised in a way that cannot be read."""
 
@@ -216,3 +219,11 @@ def stored(files: Files, name: str) -> StoredTensor:
     if shape is None or len(dtypes) != 1:
         raise UnreadableFormat(f"{name} is missing or of an unknown dtype")
     return StoredTensor(dtypes[0], shape)
+
+
+def as_fp32(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales of any dtype as contiguous fp32; uint8 holds exponents of two."""
+    if scales.dtype == torch.uint8:
+        exponents = scales.int() - _E8M0_BIAS
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return scales.float().contiguous()

@@ -21,20 +21,10 @@ from .format_base import (
     StoredTensor,
     TensorSource,
     WeightPiece,
+    as_fp32,
     require,
     stored,
 )
-
-_BIAS = 127  # of the exponent of E8M0 (OCP Microscaling Formats v1.0, section 5.4.1)
-
-
-def as_fp32(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales of any dtype as contiguous fp32; uint8 holds exponents of two."""
-    if scales.dtype == torch.uint8:
-        exponents = scales.int() - _BIAS
-        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    return scales.float().contiguous()
-
 
 METHODS = ("mxfp4",)
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -16,8 +16,16 @@ import torch
 
 from ..optim.quantised import Codes, Scaling, dequantise, table_of
 from .cast import Cast
-from .format_base import Files, Format, QuantisedWeight, StoredTensor, require, stored, whole
-from .fp4 import as_fp32
+from .format_base import (
+    Files,
+    Format,
+    QuantisedWeight,
+    StoredTensor,
+    as_fp32,
+    require,
+    stored,
+    whole,
+)
 
 METHODS = ("fp8", "fbgemm_fp8")
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "signed"}

@@ -94,15 +94,14 @@ class Bridge:
         parts = external_forward.parts
         self._index = {id(p): index for index, p in enumerate(parts.parameters)}
         self._by_param = {id(shard.param): number for number, shard in enumerate(self._shards)}
-        self._units: dict[int, tuple[int, ...]] = {}  # by module
-        self._members: dict[int, tuple[int, ...]] = {}  # by module, its shards
+        self._units: dict[int, tuple[int, ...]] = {}  # by sharded module
+        self._members: dict[int, tuple[int, ...]] = {}  # likewise, its shards
         for each in modules:
             numbers = [
                 self._by_param[id(s.param)] for s in each.shards if id(s.param) in self._by_param
             ]
-            for module in each.modules:
-                self._members[id(module)] = tuple(numbers)
-                self._units[id(module)] = tuple(sorted(set(map(self._unit_of, numbers))))
+            self._members[id(each)] = tuple(numbers)
+            self._units[id(each)] = tuple(sorted(set(map(self._unit_of, numbers))))
         # By shard; see Note [Edits of shards].
         self._versions: dict[int, tuple[int, int]] = {}  # its version when the engine last looked
         self._copied: dict[int, int] = {}  # the version of its unit that a copy was made from
@@ -124,9 +123,6 @@ class Bridge:
             self._take_over(me, shard, p)
         for each in self._modules:
             self._hook(me, each)
-        for number, shard in enumerate(self._shards):
-            if not self._resident(number):
-                shard.leave_memory()
         self._handles.append(self._model.register_forward_pre_hook(_root(me), prepend=True))
         self._handles.append(self._model.register_forward_hook(_root_over(me), always_call=True))
         self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
@@ -138,12 +134,14 @@ class Bridge:
     # -- weights --------------------------------------------------------------------------------
 
     def _take_over(self, me: weakref.ref[Bridge], shard: Shard, p: nn.Parameter) -> None:
-        """Move a shard to the engine's memory."""
+        """Move a shard to the engine's memory; one that is not resident has none of its own."""
         number = self._by_param[id(shard.param)]
         assert self._before is not None
         self._before[number] = shard.kept()
         if self._resident(number):
             shard.move_to(self._external_forward.weight(self._index[id(p)]))
+        else:
+            shard.leave_memory()
         self._versions[number] = shard.version
         shard.managed(_Watcher(me, number))
         if p.requires_grad:
@@ -233,11 +231,11 @@ class Bridge:
         """Bring the current weights of a module to the device, for FSDP2 to read them."""
         outer = self._external_forward
         self._onloaded.clear()  # what an interrupt left, the engine has offloaded
-        for unit in self._units.get(id(each.module), ()):
+        for unit in self._units.get(id(each), ()):
             outer.catch_up(unit)
             outer.onload(unit)
             self._onloaded.append(unit)
-        for number in self._members.get(id(each.module), ()):
+        for number in self._members.get(id(each), ()):
             if self._resident(number):
                 self._renew(number)
             else:
@@ -247,7 +245,7 @@ class Bridge:
     def after_gathering(self, each: ShardedModule) -> None:
         """Free the memory of shards that are not resident: FSDP2 has read them."""
         try:
-            for number in self._members.get(id(each.module), ()):
+            for number in self._members.get(id(each), ()):
                 if not self._resident(number):
                     self._shards[number].lay_over(None)
         finally:

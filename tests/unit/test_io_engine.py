@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, dispatch, probe
-from overspill.io_engine.aiofiles_backend import open_backend
 from overspill.io_engine.backend import (
     LATENCY_STEPS,
     Backend,
@@ -19,6 +18,7 @@ from overspill.io_engine.backend import (
     Segment,
     Tuning,
 )
+from overspill.io_engine.engine import open_backend
 from tests.patience import WAIT_S
 
 MIB = 1 << 20
