@@ -33,7 +33,7 @@ CHOOSING_SUBGROUPS = 100  # coarser, shorter simulations are faster and rank lay
 CHOOSING_STEPS = 6
 RECOMPUTING_STEPS = 2  # one to record uses, one to measure: activations live within a step
 WORTH = 0.99  # a choice must be faster than this share of the best: the simulator's accuracy
-HOPELESS = 1.1  # a simulated step this far above that is not followed by faster ones
+HOPELESS = 1.1  # times what would be chosen: a slower simulated step ends its simulation
 # Updates of adapters on the device may be a little slower by this simulator, which does not count
 # that they need no CPU, and that compute never waits for them.
 NO_SLOWER = 1.005

@@ -45,8 +45,10 @@ def simulate(
     layout: Layout, costs: Costs, *, micro_steps: int, update: str, commit: bool = False,
     most_steps: int = MOST_STEPS, hopeless_s: float = math.inf,
 ) -> Simulated:  # fmt: skip
-    """Simulate steps until they repeat, or ``most_steps`` of them, or until one after the first
-    ``WARM_STEPS`` - 1 takes ``hopeless_s``.
+    """Simulate steps until they repeat, or ``most_steps`` of them.
+
+    Once a step has taken ``hopeless_s`` or more, the simulation ends, and that step is the result.
+    The first ``WARM_STEPS`` - 1 steps do not count for this.
 
     What one step leaves in memory decides what the next one reads, so steps may alternate between
     several kinds, and some never repeat.
