@@ -1,4 +1,4 @@
-"""The pump's queue: signals and requests from other threads, who waits, and the answers."""
+"""The pump's queue: signals and requests from other threads, their waiters, and the answers."""
 
 from __future__ import annotations
 
