@@ -239,6 +239,8 @@ class OptimizerState:
         self._edit(given)
 
     def _edit(self, values: Mapping[int, Mapping[str, Any]]) -> None:
+        if values:
+            self._weights.take_edits()  # writing a unit's state renews its weights on the device
         parts: dict[int, set[int]] = {}
         for index, given in values.items():
             edited = parts.setdefault(self._parts.unit_of[index], {STATE})
@@ -386,6 +388,7 @@ class OptimizerState:
         for rule, group, loaded in zip(self._blueprint.rules, groups, loaded_groups, strict=True):
             check_kept(rule, {**group, **loaded})
             rule.scalars({**group, **loaded}, 1)
+        self._weights.take_edits()
         self._weights.reconcile()
         self._fill(given, loaded_groups)
         self.renew()
