@@ -10,7 +10,7 @@ whole gradients reach the engine.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..grads.gradient_tensor import OffloadedGradient
 from ..private import torch_private
 from ..private.handles import remove_all
 from ..step.external_forward import ExternalForwardAdapter
+from ..step.forward_stack import Inputs
 from ..step.param_group_check import ParamGroupCheck
 from .fsdp_private import Kept, Shard, ShardedModule
 from .shards import Shards
@@ -69,8 +70,9 @@ def _factors(device: torch.device) -> torch.Tensor:
 #
 # - The version of the parameter or of the shard differs from ``_versions``.
 # - Writes through ``.data`` change neither version. ``lend`` therefore records a digest when any
-#   code but FSDP2 gets the shard. The digest is compared only while the unit's weights have not
-#   changed otherwise (``ExternalForwardAdapter.version``).
+#   code but FSDP2 gets the shard. The digest is compared as long as the unit's weights have not
+#   changed otherwise (``ExternalForwardAdapter.version``), because the user may still have the
+#   tensor. Forwards without gradients read the edited memory anyway, and compare nothing.
 
 
 class Bridge:
@@ -107,6 +109,7 @@ class Bridge:
         self._copied: dict[int, int] = {}  # the version of its unit that a copy was made from
         self._lent: dict[int, tuple[int, int]] = {}  # version of its unit and digest, when lent
         self._onloaded: list[int] = []  # units, while FSDP2 reads their shards
+        self._laid: list[int] = []  # shards that lie over the memory of these units
         self._handles: list[Any] = []
         self._over = False
         self._model = model
@@ -123,7 +126,9 @@ class Bridge:
             self._take_over(me, shard, p)
         for each in self._modules:
             self._hook(me, each)
-        self._handles.append(self._model.register_forward_pre_hook(_root(me), prepend=True))
+            each.run_first()
+        before = self._model.register_forward_pre_hook(_root(me), prepend=True, with_kwargs=True)
+        self._handles.append(before)
         self._handles.append(self._model.register_forward_hook(_root_over(me), always_call=True))
         self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
 
@@ -195,13 +200,17 @@ class Bridge:
             self._lent[number] = made, digest(shard.local)
         return None
 
-    def _changed(self, number: int) -> bool:
+    def _watched(self, number: int) -> bool:
+        """Return whether the user may have a tensor over the current weights of a shard."""
+        lent = self._lent.get(number)
+        return lent is not None and lent[0] == self._external_forward.version(self._unit_of(number))
+
+    def _changed(self, number: int, *, compare: bool) -> bool:
         """Return whether the user has changed a shard in place since the engine last looked."""
-        shard, lent = self._shards[number], self._lent.pop(number, None)
+        shard = self._shards[number]
         if shard.version != self._versions[number]:
             return True
-        same = lent is not None and lent[0] == self._external_forward.version(self._unit_of(number))
-        return same and lent is not None and lent[1] != digest(shard.local)
+        return compare and self._watched(number) and self._lent[number][1] != digest(shard.local)
 
     def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
         def before() -> None:
@@ -212,16 +221,20 @@ class Bridge:
             if (bridge := me()) is not None:
                 bridge.after_gathering(each)
 
-        self._handles += each.around_gathers(self._external_forward.device, before, after)
+        def gathered(weights: Iterable[torch.Tensor]) -> None:
+            if (bridge := me()) is not None:
+                bridge._external_forward.never_offload(weights)
 
-    def before_forward(self) -> None:
-        """Prepare for a forward of the whole model."""
+        self._handles += each.around_gathers(self._external_forward.device, before, after, gathered)
+
+    def before_forward(self, inputs: Inputs) -> None:
+        """Prepare for a forward of the whole model; ``inputs``: its arguments."""
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
                 self._group_check.check()
                 self._drop_gradients()
-            self.take_edits()
-        self._external_forward.before_forward()
+            self._take_edits(compare=torch.is_grad_enabled())
+        self._external_forward.before_forward(inputs)
 
     def after_forward(self, output: Any) -> None:
         """Handle the end of that forward; ``output`` is ``None`` if it raised."""
@@ -231,6 +244,7 @@ class Bridge:
         """Bring the current weights of a module to the device, for FSDP2 to read them."""
         outer = self._external_forward
         self._onloaded.clear()  # what an interrupt left, the engine has offloaded
+        self._take_off()
         for unit in self._units.get(id(each), ()):
             outer.catch_up(unit)
             outer.onload(unit)
@@ -240,14 +254,18 @@ class Bridge:
                 self._renew(number)
             else:
                 index = self._index[id(self._local[number])]
+                self._laid.append(number)
                 self._shards[number].lay_over(outer.weight(index))
+
+    def _take_off(self) -> None:
+        """End what ``lay_over`` began: the slots of these units can be used for others again."""
+        while self._laid:
+            self._shards[self._laid.pop()].lay_over(None)
 
     def after_gathering(self, each: ShardedModule) -> None:
         """Free the memory of shards that are not resident: FSDP2 has read them."""
         try:
-            for number in self._members.get(id(each), ()):
-                if not self._resident(number):
-                    self._shards[number].lay_over(None)
+            self._take_off()
         finally:
             while self._onloaded:
                 self._external_forward.offload(self._onloaded.pop())
@@ -256,6 +274,11 @@ class Bridge:
         """Pass in-place changes of shards since the last look to the engine.
 
         See Note [Edits of shards].
+        """
+        self._take_edits(compare=True)
+
+    def _take_edits(self, *, compare: bool) -> None:
+        """Do as ``take_edits``; ``compare`` digests, too.
 
         Raises:
             OffloadError: a parameter was replaced by another, or this step's backward has updated
@@ -270,12 +293,16 @@ class Bridge:
                     f"parameter {shard.name!r} was replaced after the model was wrapped; put the "
                     "old one back, and copy the new values into it (p.data.copy_(new))"
                 )
-            if self._resident(number) and self._changed(number):
+            if self._resident(number) and self._changed(number, compare=compare):
                 index = self._index[id(self._local[number])]
                 edited[index] = shard.local.detach().clone()
         if edited:
+            watched = list(filter(self._watched, self._lent))
             self._accept()
             self._external_forward.replace(edited)
+            for number in watched:  # users may still have these tensors, too
+                made = self._external_forward.version(self._unit_of(number))
+                self._lent[number] = made, digest(self._shards[number].local)
 
     def _accept(self) -> None:
         """Record the current versions of all shards."""
@@ -398,11 +425,11 @@ def _appeared(me: weakref.ref[Bridge], number: int, _p: torch.Tensor) -> None:
         bridge.appeared(number)
 
 
-def _root(me: weakref.ref[Bridge]) -> Callable[[nn.Module, Any], None]:
-    def before(_module: nn.Module, _args: Any) -> None:
+def _root(me: weakref.ref[Bridge]) -> Callable[[nn.Module, Any, Any], None]:
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
         bridge = me()
         if bridge is not None:
-            bridge.before_forward()
+            bridge.before_forward((args, kwargs))
 
     return before
 
