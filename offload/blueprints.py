@@ -51,13 +51,14 @@ from .planning.packed_pages import with_described_pages, with_pages
 from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
+from .planning.stand_ins import held_parameters, parameters_named, whole_model
 from .planning.subgroups import StateField
 from .planning.unit_discovery import modules_named
 from .planning.whole_updates import WholeUpdates
 from .planning.working_memory import for_layout, of_budgets, working_bytes
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
-from .state.importing import match_weights, open_weights, other_tensors
+from .state.importing import match_weights, other_tensors
 from .state.in_place import read_in_place
 from .step.profiling import profile_step
 
@@ -245,7 +246,8 @@ def _parts_of(
         model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
     )
     if config.frozen is not None:
-        kept = adapter_parameters(model) | _named(model, config.resident or ())
+        added = held_parameters(model, adapter_parameters(whole_model(model)))
+        kept = added | parameters_named(model, config.resident or ())
         parts = with_pages(model, parts, config.frozen, kept)
     return parts
 
@@ -290,17 +292,9 @@ def _sources(
         return parts, described_sources(description, digests, config.weights)
     if config.weights is None:
         return parts, NO_SOURCES
-    files = open_weights(config.weights, model)
-    names = match_weights(files, model, parts)
-    managed = frozenset(map(id, parts.parameters))
-    other_tensors(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
-    return read_in_place(files, names, parts)
-
-
-def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
-    """Return the parameters of the modules that are named as ``resident``."""
-    found = modules_named(model, names, "resident").values()
-    return frozenset(p for module in found for p in module.parameters())
+    matched = match_weights(config.weights, model, parts)
+    other_tensors(matched, model, parts, config.ignore_weights or ())  # checks
+    return read_in_place(matched.files, matched.names, parts)
 
 
 def _recomputable(parts: Partition, policy: str) -> frozenset[int]:

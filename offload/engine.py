@@ -406,7 +406,7 @@ class Engine(Closeable):
         """
         model = self.model if part is None else part
         files = open_weights(path, model if hub else None)
-        names = match_files(files, model, self.runtime.parts)
+        names = match_files(files, model, self.parameters)
         others = Others(files, model, set(names.values()), set(map(id, self.parameters)))
         self._loop.require_usable()
         self._weights.load_all({index: partial(files.read, n) for index, n in names.items()})

@@ -103,7 +103,7 @@ class _Reader:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = {id(each): each for each in parts}
-        lines = [cls for each in parts for cls in type(each).__mro__]
+        lines = [cls for each in parts for cls in module_private.own_classes(each)]
         self._classes = [cls for cls in dict.fromkeys(lines) if not _of_library(cls)]
         self._libraries = [cls for cls in dict.fromkeys(lines) if _of_library(cls)]
         self._read: set[tuple[int, int]] = set()
@@ -120,7 +120,8 @@ class _Reader:
                 value for name, value in module_private.own_attributes(each)
                 if name != "forward" or each not in TILED
             )  # fmt: skip
-            if not type(each).__module__.startswith(_OTHERS) and not self._holds(held):
+            cls = module_private.own_classes(each)[0]
+            if not cls.__module__.startswith(_OTHERS) and not self._holds(held):
                 return False
         return self._named("forward") and all(map(self._named, self._overridden()))
 

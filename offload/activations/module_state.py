@@ -27,7 +27,12 @@ State = dict[str, tuple[object, object]]
 
 
 def weights_of(module: nn.Module) -> State:
-    """Return the version of each parameter, to detect changes in place."""
+    """Return the version of each parameter, to detect changes in place.
+
+    Nothing under FSDP2, where a module has gathered weights while it runs, and shards afterwards.
+    """
+    if module_private.is_sharded(module):
+        return {}
     with torch_private.without_overrides():  # reading a hidden one would ask its class
         return {name: (p, torch_private.version_of(p)) for name, p in module.named_parameters()}
 

@@ -132,11 +132,9 @@ class SavedTensorOffloader:
         self._executor, self._accelerator, self._store = executor, accelerator, executor.saved
         self._device, self._policy = accelerator.device, executor.layout.saved.policy
         self.room_bytes = executor.layout.saved.compute  # that may stay with compute
-        self._stays = {  # while they live: their keys may be reused later
-            torch_private.storage_key(t): torch_private.StorageWatch(t.untyped_storage())
-            for t in stays
-            if torch_private.has_memory(t)
-        }
+        # While they live: their keys may be reused later.
+        self._stays: dict[int, torch_private.StorageWatch] = {}
+        self.never_offload(stays)
         self._arenas = executor.arenas
         packs = executor.layout.saved.itemsize > 0
         self.precision = Precision(self._make_exact) if packs else None
@@ -161,6 +159,13 @@ class SavedTensorOffloader:
         self._behind: deque[tuple[Event, int]] = deque()
         self._since_bytes = 0
         self.resting = UntrackedActivations()
+
+    def never_offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave the storages of these tensors where they are."""
+        for t in tensors:
+            if torch_private.has_memory(t):
+                watch = torch_private.StorageWatch(t.untyped_storage())
+                self._stays[torch_private.storage_key(t)] = watch
 
     def rest_for(self, t: torch.Tensor) -> UntrackedStep | None:
         """Return what to hold with ``t`` if it stays without being tracked, else ``None``."""

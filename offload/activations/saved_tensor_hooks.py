@@ -112,7 +112,15 @@ class SavedTensors:
         if a graph has held them longer than its gradients took (``outlive_gradients``).
         """
         units = self._onloaded_units
-        return units.streamed[unit] or unit in self._outlive or units.changed_before(unit)
+        return self.moves(unit) or unit in self._outlive or units.changed_before(unit)
+
+    def moves(self, unit: int) -> bool:
+        """Return whether the weights with which the unit's module computes move.
+
+        Under FSDP2, shards move, and modules compute with what is gathered from them.
+        """
+        units = self._onloaded_units
+        return units.streamed[unit] and not units.parts.external
 
     def outlive_gradients(self, unit: int) -> bool:
         """Return whether a graph holds the unit's weights now that its gradients are complete.

@@ -14,6 +14,7 @@ from ..optim.packed_layout import BORDER, Format, Parts
 from ..quantised.format_table import described_page
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
+from .stand_ins import held_parameters, whole_model
 
 _LEFT_OUT = (
     nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
@@ -39,7 +40,8 @@ def with_pages(
     """
     if not parts.found:
         return parts
-    wanted = {p for p in _packable(model, parts.found[-1].module) if p not in kept}
+    packable = _packable(whole_model(model), parts.found[-1].module)
+    wanted = {p for p in held_parameters(model, packable) if p not in kept}
     units = tuple(
         unit if unit.trainable or unit.encloses else _packed(unit, parts.parameters, form, wanted)
         for unit in parts.units

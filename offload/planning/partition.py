@@ -27,7 +27,8 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .unit_discovery import FoundUnit, find_units, modules_named, unit_parameters
+from .stand_ins import parameters_named, running
+from .unit_discovery import FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
 
@@ -43,12 +44,15 @@ class Partition:
             its weights.
         parameters: by parameter index.
         unit_of: by parameter index, the unit that owns it.
+        external: whether other code than the engine's hooks brings weights to these modules:
+            ``parameters`` are shards, which FSDP2 or DDP gathers.
     """
 
     units: tuple[Unit, ...]
     found: tuple[FoundUnit, ...]
     parameters: tuple[nn.Parameter, ...]
     unit_of: tuple[int, ...]
+    external: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -197,8 +201,11 @@ def partition(
     found = find_units(model, names)
     all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
     beside = _without_backward(model, all_trained)
-    flows = False
+    flows = external = False
     for item in found:
+        ran, learns = running(item), all_trained
+        if ran is not item:
+            external, learns = True, {p for p in ran.module.parameters() if p.requires_grad}
         trained, frozen, shared = _members(item, all_trained, owner, parameters)
         comes_with = dict[int, None]()
         if trained and frozen:
@@ -209,31 +216,32 @@ def partition(
                 Unit(number, f"{item.name} {FROZEN}", chunks, (), item.direct_only, weight_bytes,
                      0, runs=False)
             )  # fmt: skip
-            of_units.append(item)
+            of_units.append(ran)
             comes_with[number] = None
         number, own = len(units), trained or frozen
         owner.update((p, number) for _, _, p in own)
         comes_with.update((owner[p], None) for p in shared if owner[p] != number)
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule, whole)
         flows = flows or bool(trained)
-        flops, kept = forward_flops(item), activation_bytes(item, dtype)
-        back = backward_flops(item, all_trained, flows=flows)
-        logits = logits_bytes(item, dtype) if item is found[-1] else 0
-        given = input_bytes(item, dtype)
+        flops, kept = forward_flops(ran), activation_bytes(ran, dtype)
+        back = backward_flops(ran, learns, flows=flows)
+        logits = logits_bytes(ran, dtype) if item is found[-1] else 0
+        given = input_bytes(ran, dtype)
         forward_only = bool(own) and all(p in beside for _, _, p in own)
         units.append(
             Unit(
                 number, item.name, chunks, tuple(comes_with), item.direct_only, weight_bytes,
                 grad_bytes, flops, 0 if forward_only else back, given if logits else kept, given,
-                logits, *attention(item, dtype), forward_only=forward_only,
+                logits, *attention(ran, dtype), forward_only=forward_only,
             )
         )  # fmt: skip
-        of_units.append(item)
+        of_units.append(ran)
     return Partition(
         _with_reached(units, of_units, owner),
         tuple(of_units),
         tuple(parameters),
         tuple(owner[p] for p in parameters),
+        external,
     )
 
 
@@ -286,17 +294,8 @@ def _with_reached(
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:
-    """Return the units that hold the parameters of the named modules; see ``modules_named``.
-
-    Raises:
-        ValueError: there is no such module, or it holds no parameters.
-    """
-    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
-    pinned: set[int] = set()
-    for name, module in modules_named(model, names, "resident").items():
-        held = {parts.unit_of[index_of[id(p)]] for p in module.parameters()
-                if id(p) in index_of}  # fmt: skip
-        if not held:
-            raise ValueError(f"resident: module {name!r} holds no parameters")
-        pinned |= held
-    return frozenset(pinned)
+    """Return the units that hold the parameters of the named modules; see ``parameters_named``."""
+    named = parameters_named(model, names)
+    return frozenset(
+        unit for p, unit in zip(parts.parameters, parts.unit_of, strict=True) if p in named
+    )

@@ -60,7 +60,7 @@ def _factor(name: str) -> str:
 def _products(found: FoundUnit) -> list[_Product]:
     """Return the products of a unit with its weights."""
     module = found.module
-    if found.direct_only:
+    if found.direct_only and not found.computes_with:
         return []
     if isinstance(module, Section):
         p = module.section
@@ -70,7 +70,7 @@ def _products(found: FoundUnit) -> list[_Product]:
         for name, inner in module.named_modules()
         if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag))
         for p in inner.parameters(recurse=False)
-        if p.dim() > 1
+        if p.dim() > 1 and (not found.direct_only or p in found.computes_with)
     ]
 
 
@@ -152,11 +152,12 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     def nbytes(each: _Product, elements: float) -> float:
         return elements * (dtype or each.p.dtype).itemsize
 
-    layers = [inner for inner in found.module.modules() if whole and inner in TILED]
+    modules = [] if found.direct_only else list(found.module.modules())
+    layers = [inner for inner in modules if whole and inner in TILED]
     inside = {each for layer in layers for each in layer.modules()}
     written_out = sum(
         _KEPT_MORE.get(type(inner).__name__, 0)
-        for inner in found.module.modules() if inner not in inside
+        for inner in modules if inner not in inside
     )  # fmt: skip
     widest = max((nbytes(each, each.outputs * each.rows) for each in products), default=0)
     kept = sum(

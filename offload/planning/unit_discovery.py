@@ -22,6 +22,8 @@ class FoundUnit:
     name: str
     module: nn.Module
     direct_only: bool  # only the module's own parameters; its children are separate units
+    # Of a ``direct_only`` unit: the parameters with which it computes products, if they are known.
+    computes_with: frozenset[nn.Parameter] = frozenset()
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

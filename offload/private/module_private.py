@@ -17,6 +17,8 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
 
 # ``_apply`` and ``__reduce_ex__`` are set by ``conversions`` and ``pickling``.
 _OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply", "__reduce_ex__"}
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_COMPOSED = "__composable_api_state_key_"  # of attributes of ``fully_shard`` and its like
 
 
 def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:
@@ -57,13 +59,29 @@ def put_in_place(module: torch.nn.Module, name: str, other: torch.nn.Module) -> 
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """Return the attributes of a module that not every module has.
 
-    Parameters, buffers, hooks and the mode are left out.
+    Parameters, buffers, hooks, the mode and the state of ``fully_shard`` are left out.
     """
-    return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
+    return (
+        (name, value) for name, value in vars(module).items()
+        if name not in _OF_MODULES and not name.startswith(_COMPOSED)
+    )  # fmt: skip
+
+
+def own_classes(module: torch.nn.Module) -> list[type]:
+    """Return the class of a module and its bases, without the class that ``fully_shard`` makes."""
+    classes = list(type(module).__mro__)
+    if not classes[0].__module__.startswith(_FSDP):
+        return classes
+    return [cls for cls in classes[1:] if cls.__module__ != "torch.distributed.fsdp"]
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return whether a module was given to ``fully_shard``."""
+    return type(module) is not own_classes(module)[0]
 
 
 def calls_as_modules_do(module: torch.nn.Module) -> bool:
-    """Return whether only the engine runs code around a module's forward.
+    """Return whether only the engine and FSDP2 run code around a module's forward.
 
     The module has no ``__call__`` of its own, and no other hooks, neither itself nor on all
     modules.
@@ -74,7 +92,8 @@ def calls_as_modules_do(module: torch.nn.Module) -> bool:
     shared = torch.nn.modules.module
     if shared._global_forward_pre_hooks or shared._global_forward_hooks:
         return False
-    return not any(map(_of_others, own))
+    others = (hook for hooks in map(_of_others, own) for hook in hooks.values())
+    return all(str(getattr(hook, "__module__", "")).startswith(_FSDP) for hook in others)
 
 
 def is_scripted(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import ModelError
-from ..planning.unit_discovery import ROOT, find_units, unit_parameters
+from ..planning.unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 from ..private import torch_private
 from .parts import rows_in, rows_of_rank
 
@@ -62,8 +62,8 @@ class Replica:
 class ReplicatedModule:
     """A unit of the model; see ``SpreadModule``."""
 
-    def __init__(self, name: str, module: nn.Module, shards: list[Replica]) -> None:
-        self.name, self.module, self.shards = name, module, shards
+    def __init__(self, name: str, runs: FoundUnit, shards: list[Replica]) -> None:
+        self.name, self.runs, self.module, self.shards = name, runs, runs.module, shards
 
 
 class Replicated:
@@ -88,7 +88,7 @@ class Replicated:
             ]  # fmt: skip
             if shards:
                 name = "" if found.name == ROOT else found.name
-                self.parts.append(ReplicatedModule(name, found.module, shards))
+                self.parts.append(ReplicatedModule(name, found, shards))
         for part in self.parts:
             for shard in part.shards:
                 _refuse(shard.name, shard.param)
@@ -99,6 +99,13 @@ class Replicated:
                 "weights= is not for DistributedDataParallel, which has sent its weights to all "
                 "ranks by now: load them into the model before"
             )
+        for name in ("frozen", "resident"):
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"{name}= is not for DistributedDataParallel, under which every rank computes "
+                    "with weights of its own, which stay on the device; shard the model with "
+                    "fully_shard instead, or leave it out"
+                )
         if config.update == "backward":
             raise ValueError(
                 "update='backward' is not for DistributedDataParallel: its gradients are final "

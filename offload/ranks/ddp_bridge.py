@@ -20,6 +20,7 @@ from ..params.param_handle import ParamHandle
 from ..private import module_private, torch_private
 from ..private.handles import remove_all
 from ..step.external_forward import ExternalForwardAdapter
+from ..step.forward_stack import Inputs
 from ..step.param_group_check import ParamGroupCheck
 from .ddp import ReplicatedModule
 from .gathering import GatheredUnit, Gatherer, Round
@@ -94,7 +95,9 @@ class ReplicaBridge:
         for number, replica in enumerate(self.replicas):
             self._managed.append(manage_replica(replica.param, number, replica.name, self))
         self._note_versions(range(len(self.replicas)))
-        self._handles.append(ddp.register_forward_pre_hook(_root(me), prepend=True))
+        self._external_forward.never_offload(replica.whole for replica in self.replicas)
+        before = ddp.register_forward_pre_hook(_root(me), prepend=True, with_kwargs=True)
+        self._handles.append(before)
         self._handles.append(ddp.register_forward_hook(_root_over(me), always_call=True))
         if not self._at_root:
             for unit, each in enumerate(self._modules):
@@ -209,15 +212,15 @@ class ReplicaBridge:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
-        """Prepare for a forward of the whole model."""
+    def before_forward(self, inputs: Inputs) -> None:
+        """Prepare for a forward of the whole model; ``inputs``: its arguments."""
         if self._at_root:
             self.arrive_all()
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
                 self._group_check.check()
             self.take_edits()
-        self._external_forward.before_forward()
+        self._external_forward.before_forward(inputs)
 
     def after_forward(self, output: Any) -> None:
         """Handle the end of that forward; ``output`` is ``None`` if it raised."""
@@ -284,12 +287,12 @@ class ReplicaBridge:
             known.release(replica.param, replica.whole)
 
 
-def _root(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any], None]:
+def _root(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any], None]:
     @torch_private.not_compiled
-    def before(_module: nn.Module, _args: Any) -> None:
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
         bridge = me()
         if bridge is not None:
-            bridge.before_forward()
+            bridge.before_forward((args, kwargs))
 
     return before
 

@@ -1,18 +1,18 @@
-"""Memory and weights for sharded models on ``meta``, or with weights in files."""
+"""Memory and first values for sharded models on ``meta``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..errors import ModelError
-from ..planning.partition import partition
-from ..state.importing import Others, open_weights
-from ..state.weight_files import match_files
-from .parts import SpreadModule, rows_in
+from ..private import torch_private
+from ..state.adapters import adapter_parameters, begin_adapters
+from .fsdp_private import ShardedModule
+from .parts import rows_in
+from .shards import Shards
+from .world import World
 
 
 def memory_of(device: torch.device | str | None) -> torch.device:
@@ -25,60 +25,59 @@ def memory_of(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu" if str(device) == "sim" else device)
 
 
-def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
-    """Move shards on ``meta`` to ``device``, with arbitrary contents; buffers keep their values.
+def leave_on_meta(
+    model: nn.Module, parts: Sequence[ShardedModule], device: torch.device | str | None
+) -> None:
+    """Let parameters on ``meta`` report ``device`` while their shards have no memory.
 
-    Raises:
-        OffloadError: only some of the parameters are on ``meta``.
+    Buffers get memory there; those on ``meta`` have arbitrary contents.
     """
-    on_meta = [p.is_meta for p in model.parameters()]
-    if not any(on_meta):
-        return
-    if not all(on_meta):
-        raise ModelError(
-            "some parameters are on meta and others are not; build the whole model under "
-            "overspill.empty_init(), or none of it"
-        )
     there = memory_of(device)
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    ]
-    model.to_empty(device=there)
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer.to(there))
+    for each in parts:
+        for shard in each.shards:
+            if shard.param.is_meta:
+                shard.put(shard.local, there)
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) not in moved:
+                at = torch.empty_like(buffer, device=there) if buffer.is_meta else buffer.to(there)
+                moved[id(buffer)] = at
+            setattr(module, name, moved[id(buffer)])
 
 
-def fill_from_files(
-    model: nn.Module, parts: Sequence[SpreadModule], weights: Path | Mapping[str, Path], rank: int,
-    ignored: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Give every shard its rows of a tensor in files, and buffers their values there.
+def draw_adapters(model: nn.Module, shards: Shards, world: World) -> None:
+    """Draw the first values of peft's adapters on ``meta``, the same on all ranks.
 
-    This takes memory for one tensor.
-
-    Args:
-        ignored: patterns of names that the model need not use.
+    Each rank draws them whole, as on one device, from the first rank's random numbers, and keeps
+    its rows.
 
     Raises:
-        ValueError: the files lack a parameter, have it in another shape, or have tensors that the
-            model does not use. Nothing was changed.
+        OffloadError: they have an initialisation that is not known.
     """
-    files = open_weights(weights, model)
-    found = partition(model, {})
-    names = match_files(files, model, found)
-    pieces = {id(piece.param): piece for part in parts for piece in part.shards}
-    missing = [n for i, n in enumerate(map(id, found.parameters)) if i not in names]
-    if missing:
-        name = pieces[missing[0]].name
-        raise ValueError(f"weights: {files.path} does not match the model: {name} is missing")
-    managed = frozenset(map(id, found.parameters))
-    Others(files, model, set(names.values()), managed, ignored).load()
-    for index, p in enumerate(found.parameters):
-        piece = pieces[id(p)]
-        if count := rows_in(piece.local) if piece.local.numel() else 0:
-            first = piece.first_row(rank)
-            with torch.no_grad():
-                piece.local.copy_(files.read(names[index])[first : first + count])
+    empty = {id(s.param): s for s in (*shards.shards, *shards.empty) if s.local.is_meta}
+    added = adapter_parameters(model)
+    places = [
+        (module, name, p) for module in model.modules()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in empty and p in added
+    ]  # fmt: skip
+    if not places:
+        return
+    before, shared = torch.get_rng_state(), world.gathered(torch.get_rng_state())[0]
+    whole = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+             for _, _, p in places}  # fmt: skip
+    try:
+        for module, name, p in places:
+            setattr(module, name, whole[id(p)])
+        torch.set_rng_state(shared)
+        begin_adapters(model, lambda _: None, trains=True)
+    finally:
+        for module, name, p in places:
+            setattr(module, name, p)
+        if world.rank:
+            torch.set_rng_state(before)
+    for shard, local in zip(shards.shards, shards.local, strict=True):
+        if (value := whole.get(id(shard.param))) is not None:
+            first = shard.first_row(world.rank)
+            torch_private.become(local, value.detach()[first : first + rows_in(local)].clone())

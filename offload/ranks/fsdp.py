@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..config import OffloadConfig
 from ..errors import ModelError
-from .filling import give_memory
+from .filling import leave_on_meta
 from .fsdp_private import HostPolicy, ShardedModule, sharded_modules
 
 log = logging.getLogger("overspill")
@@ -32,6 +32,7 @@ class FullySharded:
             OffloadError: the model is not sharded in a way that can be wrapped.
         """
         self.model, self.held = model, (model,)
+        self.parts: list[ShardedModule] = []
         self._host_policy = HostPolicy(model)
         try:
             if self._host_policy.device is not None:
@@ -41,19 +42,22 @@ class FullySharded:
                     "wrapped: its shards are on %s, and their state is where overspill plans it",
                     self._host_policy.device,
                 )
-            if filled:
-                give_memory(model, device)
             self.parts = sharded_modules(model)
+            if filled:
+                leave_on_meta(model, self.parts, device)
             _refuse(model, self.parts)
         except BaseException:
-            self._host_policy.restore()
+            self.give_back()
             raise
 
     def refuse(self, config: OffloadConfig) -> None:
         """Accept all options that ``refuse_options`` accepts."""
 
     def give_back(self) -> None:
-        """Restore FSDP2's own policy."""
+        """Restore FSDP2's own policy; shards that got no values are on ``meta`` again."""
+        for shard in (shard for each in self.parts for shard in each.shards):
+            if shard.local.is_meta:
+                shard.put(shard.local, torch.device("meta"))
         self._host_policy.restore()
 
 

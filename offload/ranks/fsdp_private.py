@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ..errors import WeightError
+from ..planning.unit_discovery import ROOT, FoundUnit
 from ..private import torch_private
 from ..private.handles import Removable
 
@@ -136,6 +138,13 @@ class Shard:
         p.__class__ = DTensor  # type: ignore[assignment]
         p.__dict__.pop(_WATCHER, None)
 
+    def put(self, memory: torch.Tensor, device: torch.device) -> None:
+        """Let the parameter, which stays the same object, report ``device`` and have this memory.
+
+        That may be on ``meta`` or in host memory, until an engine takes the shard over.
+        """
+        _put(self._of, memory, device)
+
     def move_to(self, memory: torch.Tensor) -> None:
         """Move the shard to ``memory`` of the same shape, which holds its bytes already.
 
@@ -146,11 +155,17 @@ class Shard:
             self._of._sharded_param_data = memory.view(-1)
             _local.__set__(self.param, memory)  # type: ignore[attr-defined]
             return
-        if self.local.is_meta:
+        if self._of._sharded_param_data.numel() != self._padded_numel or (
+            self.local.device != memory.device
+        ):
             padded = self._padded(memory)
             self._of._sharded_param_data = padded.view(-1)
             _local.__set__(self.param, padded[: len(memory)])  # type: ignore[attr-defined]
         self.local.copy_(memory)
+
+    @property
+    def _padded_numel(self) -> int:
+        return math.prod(self._of.padded_sharded_param_size)
 
     def _padded(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.new_zeros(self._of.padded_sharded_param_size)
@@ -229,6 +244,15 @@ class ShardedModule:
         ]  # fmt: skip
 
     @property
+    def runs(self) -> FoundUnit:
+        """The unit that computes with its parameters: the module, if it gathers all of them."""
+        inside = {id(p) for p in self.module.parameters()}
+        mine = {id(shard.param) for shard in self.shards}
+        whole = len(self.modules) == 1 and inside == mine
+        own = frozenset() if whole else frozenset(shard.param for shard in self.shards)
+        return FoundUnit(self.name or ROOT, self.module, not whole, own)
+
+    @property
     def process_groups(self) -> Iterator[dist.ProcessGroup]:
         """The ranks that share each of its groups of parameters."""
         for group in self._groups:
@@ -247,12 +271,23 @@ class ShardedModule:
         """
         _spread(self._groups)
 
+    def run_first(self) -> None:
+        """Let FSDP2 gather weights and cast inputs before the hooks that were registered since.
+
+        A recomputation calls the module with what these hooks were given: FSDP2 does nothing then.
+        """
+        if len(self.modules) == 1:
+            own = self._state._pre_forward_hook_handle.id
+            hooks: Any = self.module._forward_pre_hooks
+            hooks.move_to_end(own, last=False)
+
     def around_gathers(
-        self, device: torch.device, before: Callable[[], None], after: Callable[[], None]
-    ) -> list[Removable]:
+        self, device: torch.device, before: Callable[[], None], after: Callable[[], None],
+        gathered: Callable[[Iterable[torch.Tensor]], None],
+    ) -> list[Removable]:  # fmt: skip
         """Call ``before`` and ``after`` around every reading of the shards by FSDP2, on the stream
-        that reads them."""
-        return [_Gathers(group, device, before, after) for group in self._groups]
+        that reads them; and ``gathered`` with the parameters that it has made of them."""
+        return [_Gathers(group, device, before, after, gathered) for group in self._groups]
 
 
 class _Gathers:
@@ -264,9 +299,10 @@ class _Gathers:
 
     def __init__(
         self, group: Any, device: torch.device, before: Callable[[], None],
-        after: Callable[[], None],
+        after: Callable[[], None], gathered: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:  # fmt: skip
         self._group, self._device, self._before, self._after = group, device, before, after
+        self._gathered = gathered
         self._alone = group.mesh_info.shard_mesh_size == 1
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
@@ -286,10 +322,14 @@ class _Gathers:
 
     def _wait_for_unshard(self) -> None:
         group = self._group
-        if self._alone and group._all_gather_result is not None:
+        if group._all_gather_result is None:
+            type(group).wait_for_unshard(group)
+            return
+        if self._alone:
             self._reading(lambda: type(group).wait_for_unshard(group), nullcontext)
         else:
             type(group).wait_for_unshard(group)
+        self._gathered(p._unsharded_param for p in group.fsdp_params)
 
     def _stream(self, async_op: bool) -> AbstractContextManager[object]:
         """Return a context that selects the stream on which ``unshard`` reads the shards."""
@@ -344,12 +384,12 @@ class HostPolicy:
         self.device: torch.device | None = self._groups[0][0].device if self._groups else None
 
     def drop(self) -> None:
-        """Move the shards to the device, where FSDP2 leaves them from now on."""
+        """Let shards count as being on the device; an engine takes them from host memory."""
         for group, _ in self._groups:
             group.offload_policy = OffloadPolicy()
         for p, _ in self._pinned:
             p.offload_to_cpu = p.pin_memory = False
-            _move(p, p.device)
+            _put(p, _local.__get__(p.sharded_param), p.device)  # type: ignore[attr-defined]
 
     def restore(self) -> None:
         """Undo ``drop``."""
@@ -370,6 +410,22 @@ def _move(of: Any, device: torch.device) -> None:
         moved.grad = p.grad.to(device)
     torch.utils.swap_tensors(p, moved)
     of.reset_sharded_param()
+
+
+def _put(of: Any, memory: torch.Tensor, device: torch.device) -> None:
+    p: nn.Parameter = of.sharded_param
+    # A tensor without memory of its own, on the device that the parameter is to report.
+    seen = torch.empty((), dtype=memory.dtype, device=device).expand(memory.shape)
+    made = DTensor(seen, p._spec, requires_grad=p.requires_grad)  # type: ignore[attr-defined,call-arg]
+    made._local_tensor = memory
+    made._is_param = True
+    if p.grad is not None:
+        made.grad = p.grad.to(device)
+    torch.utils.swap_tensors(p, made)
+    flat = memory.reshape(-1)
+    if not memory.numel():  # FSDP2 gathers padding from a rank without rows
+        flat = memory.new_zeros(of.padded_sharded_param_size, device=device).view(-1)
+    of._sharded_param_data = flat
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..errors import RankError
+from ..planning.unit_discovery import FoundUnit
 
 
 class LocalShard(Protocol):
@@ -63,6 +64,11 @@ class SpreadModule(Protocol):
     @property
     def shards(self) -> Sequence[LocalShard]:
         """Its parameters. Each belongs to one part of the model only."""
+        ...
+
+    @property
+    def runs(self) -> FoundUnit:
+        """The unit of the model that computes with these parameters."""
         ...
 
 

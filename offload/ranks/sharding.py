@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -34,7 +33,7 @@ from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
-from .filling import fill_from_files
+from .filling import draw_adapters
 from .fsdp import FullySharded
 from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
@@ -47,7 +46,7 @@ log = logging.getLogger("overspill")
 Made = TypeVar("Made")
 _OWN = ("device", "extra", "init", "rates", "verbose", "weights")  # may differ by rank
 # These control how weights are created or moved, which FSDP2 or DDP does here.
-_NOT_HERE = ("precision", "frozen", "units", "resident", "init", "tokens")
+_NOT_HERE = ("precision", "units", "init")
 
 
 class Sharding:
@@ -85,7 +84,7 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            self.shards = Shards(self.model, self._parts)
+            self.shards = Shards(self.model, self._parts, world.rank)
         except BaseException:
             self._way.give_back()
             raise
@@ -102,9 +101,9 @@ class Sharding:
         refuse_options(config)
         self._way.refuse(config)
 
-    def fill(self, weights: Path | Mapping[str, Path], ignored: Sequence[str] = ()) -> None:
-        """Fill the shards with their rows of tensors in files."""
-        fill_from_files(self.model, self._parts, weights, self.world.rank, ignored)
+    def draw_adapters(self) -> None:
+        """Draw the first values of peft's adapters on ``meta``; see ``filling.draw_adapters``."""
+        draw_adapters(self.model, self.shards, self.world)
 
     def release(self, *, broken: bool = False) -> None:
         """Stop communication with the other ranks.
@@ -157,11 +156,11 @@ class Sharding:
             if config.durable and self.world.rank == 0:
                 warn_not_committed(self.model)
         device = config.device or str(next(self.model.parameters()).device)
-        whole = replace(config, device=device, activations="keep", weights=None)
+        whole = replace(config, device=device)
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
         # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
-        stay = units if isinstance(self._way, Replicated) else None
+        stay = ("",) if isinstance(self._way, Replicated) else config.resident
         return replace(self.world.share(whole), rates=rates, units=units, resident=stay)
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
@@ -302,7 +301,8 @@ def refuse_options(config: OffloadConfig) -> None:
         if each.name in _NOT_HERE and getattr(config, each.name) != each.default:
             raise ValueError(
                 f"{each.name}={getattr(config, each.name)!r} is not for a sharded model, nor for "
-                "one inside of DistributedDataParallel: they have their weights where they are"
+                "one inside of DistributedDataParallel: they have their weights where they are; "
+                "leave it out"
             )
     if config.loss == "chunked":
         raise ValueError(
@@ -313,16 +313,6 @@ def refuse_options(config: OffloadConfig) -> None:
         raise ValueError(
             "tile= is not for a sharded model, nor for one inside of DistributedDataParallel; "
             "leave it out"
-        )
-    if config.activations not in ("auto", "keep"):
-        raise ValueError(
-            f"activations={config.activations!r} is not for a sharded model, nor for one inside of "
-            "DistributedDataParallel; leave it out"
-        )
-    if config.activations_format is not None:
-        raise ValueError(
-            f"activations_format={config.activations_format!r} is not for a sharded model, nor for "
-            "one inside of DistributedDataParallel; leave it out"
         )
 
 
@@ -357,7 +347,7 @@ def wrapped_shards(
     def bring(sharding: Sharding) -> SpreadOptimizer:
         sharding.refuse(config)
         if config.weights is not None:
-            sharding.fill(config.weights, config.ignore_weights or ())
+            sharding.draw_adapters()
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.stand_ins import StandIn, StandInModel
 from ..private import module_private
 from .parts import LocalShard, SpreadModule
 
@@ -19,7 +20,7 @@ _DOT = "/"  # stands for "." in the names of modules and parameters, which may n
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
 
 
-class Shards(nn.Module):
+class Shards(StandInModel):
     """This rank's shards, grouped by part of the model. A shard without rows is left out.
 
     Its buffers are the model's current ones at each access, so that they are committed with the
@@ -32,22 +33,22 @@ class Shards(nn.Module):
         units: the names of the submodules that hold these parameters.
     """
 
-    stands_in = True  # its parameters and buffers are the model's; see ``OriginalWeights``
-
-    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule], rank: int) -> None:
+        super().__init__(model)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
         for each in parts:
-            node = nn.Module()
+            node = StandIn(each.runs)
             for shard in each.shards:
                 if shard.local.numel():
                     p = nn.Parameter(shard.local.data, requires_grad=shard.param.requires_grad)
                     node.register_parameter(shard.name.replace(".", _DOT), p)
                     self.shards.append(shard)
                     self.local.append(p)
+                    self.local_of[id(shard.param)] = p
+                    self.first_row_of[id(shard.param)] = shard.first_row(rank)
                 else:
                     self.empty.append(shard)
             if len(list(node.parameters())):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from torch import nn
 from ..planning.models import named_models
 from ..planning.partition import Partition
 from ..planning.sections import has_sections
+from ..planning.stand_ins import StandInModel, whole_model
 from ..private import bitsandbytes_private, torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, base_tensors_of, is_of_transformers, tensors_of
 from .joined_files import FilesOfModel, JoinedFiles
 from .module_states import FoundStates
 from .quantised_files import dequantising
+from .row_files import RowFiles
 from .section_files import SectionFiles
 from .unmanaged import unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles, match_files
@@ -101,25 +103,78 @@ def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -
     return state
 
 
-def match_weights(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
-    """Do as ``match_files``, with each model's own files if there are several models."""
-    if not isinstance(files, JoinedFiles):
-        return match_files(files, model, parts)
+class MatchedFiles(NamedTuple):
+    """Files that ``weights=`` names, and the tensors in them of a model's parameters.
+
+    Attributes:
+        files: of a rank's shards, with their rows of tensors.
+        names: by parameter index, the name of its tensor.
+        used: the names of all tensors that are weights, also of parameters on other ranks.
+    """
+
+    files: TensorFiles
+    names: Mapping[int, str]
+    used: frozenset[str]
+
+
+def match_weights(
+    weights: Path | Mapping[str, Path], model: nn.Module, parts: Partition
+) -> MatchedFiles:
+    """Open the files that ``weights=`` names, and do as ``match_files``.
+
+    Several models have files of their own.
+
+    Raises:
+        ValueError: see ``open_weights`` and ``match_files``.
+    """
+    files = open_weights(weights, whole_model(model))
+    if isinstance(model, StandInModel):
+        return _match_rows(files, model, parts)
     found: dict[int, str] = {}
-    for prefix, each, own in files.parts:
-        found |= {index: prefix + name for index, name in match_files(own, each, parts).items()}
-    return found
+    if isinstance(files, JoinedFiles):
+        for prefix, each, own in files.parts:
+            mine = match_files(own, each, parts.parameters)
+            found |= {index: prefix + name for index, name in mine.items()}
+    else:
+        found = match_files(files, model, parts.parameters)
+    return MatchedFiles(files, found, frozenset(found.values()))
+
+
+def _match_rows(files: TensorFiles, model: StandInModel, parts: Partition) -> MatchedFiles:
+    """Return the rows in files of a rank's shards."""
+    every = list(model.whole.parameters())
+    matched = match_files(files, model.whole, every)
+    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+    names: dict[int, str] = {}
+    rows: dict[str, tuple[int, int]] = {}
+    for number, p in enumerate(every):
+        local = model.local_of.get(id(p))
+        if local is None:
+            continue
+        if (name := matched.get(number)) is not None:
+            names[index_of[id(local)]] = name
+            rows[name] = model.first_row_of[id(p)], len(local)
+        elif local.is_meta:
+            missing = next(n for n, each in model.whole.named_parameters() if each is p)
+            raise ValueError(
+                f"weights: {files.path} does not match the model: {missing} is missing"
+            )
+    return MatchedFiles(RowFiles(files, rows), names, frozenset(matched.values()))
 
 
 def other_tensors(
-    files: TensorFiles, model: nn.Module, weights: Collection[str], managed: Container[int],
-    ignored: Collection[str] = (),
-) -> list[Others]:  # fmt: skip
+    matched: MatchedFiles, model: nn.Module, parts: Partition, ignored: Collection[str] = ()
+) -> list[Others]:
     """Return the other tensors of a model's files, or of those of each of several models."""
+    managed = frozenset(map(id, parts.parameters))
+    files, used = matched.files, matched.used
+    if isinstance(model, StandInModel):
+        managed = frozenset(map(id, model.whole.parameters()))
+        model = model.whole
     if not isinstance(files, JoinedFiles):
-        return [Others(files, model, weights, managed, ignored)]
+        return [Others(files, model, used, managed, ignored)]
     return [
-        Others(own, each, {n.removeprefix(prefix) for n in weights if n.startswith(prefix)},
+        Others(own, each, {n.removeprefix(prefix) for n in used if n.startswith(prefix)},
                managed, ignored)
         for prefix, each, own in files.parts
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
 from .engine_resources import EngineResources
-from .importing import match_weights, open_weights, other_tensors
+from .importing import match_weights, other_tensors
 from .in_place import is_from_files
 from .initial import initialise, initialiser
 from .original_weights import OriginalWeights
@@ -41,16 +41,15 @@ def load(
     """Load all weights and state, one unit at a time, from the model or from ``weights=`` files."""
     runtime = resources.runtime
     parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
-    files = None if config.weights is None else open_weights(config.weights, model)
-    names = {} if files is None else match_weights(files, model, parts)
+    matched = None if config.weights is None else match_weights(config.weights, model, parts)
+    files = None if matched is None else matched.files
+    names = {} if matched is None else matched.names
     name_of = {id(parts.parameters[index]): name for index, name in names.items()}
     for each in by_model(model).values():
         begin_adapters(each, partial(_reader, files, name_of), trains=runtime.layout.trains)
-    managed = frozenset(map(id, parts.parameters))
-    if files is not None:
+    if matched is not None:
         taken.note()
-        ignored = config.ignore_weights or ()
-        for others in other_tensors(files, model, set(names.values()), managed, ignored):
+        for others in other_tensors(matched, model, parts, config.ignore_weights or ()):
             others.load()
     require_values(model, _initialised(parts, names))
     init = initialiser(model, config.init)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from ..io_engine.file_ranges import FileState
 from ..planning.sections import Section, Sections, section_name
 from .adapters import names_in_base
-from .weight_files import FileRun, InFiles, QuantisedInFiles, TensorFiles, read_runs
+from .weight_files import InFiles, QuantisedInFiles, TensorFiles, cut_runs, read_runs
 
 
 class SectionFiles:
@@ -84,7 +84,7 @@ class SectionFiles:
             return None
         each = math.prod(section.section.shape[1:]) * whole.dtype.itemsize
         first, stop = section.first * each, section.experts.stop * each
-        return InFiles(whole.dtype, tuple(_cut(whole.runs, first, stop)))
+        return InFiles(whole.dtype, tuple(cut_runs(whole.runs, first, stop - first)))
 
     def find_quantised(self, name: str) -> QuantisedInFiles | None:
         """See ``TensorFiles``; ``None`` if a piece has experts of several sections."""
@@ -104,13 +104,3 @@ class SectionFiles:
                     return None
                 pieces.append(piece._replace(start=piece.start - first))
         return QuantisedInFiles(tuple(pieces))
-
-
-def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:
-    """Yield runs for the bytes from ``first`` to ``stop`` of the concatenated ``runs``."""
-    at = 0
-    for run in runs:
-        low, high = max(first, at), min(stop, at + run.nbytes)
-        if low < high:
-            yield FileRun(run.path, run.offset + low - at, high - low)
-        at += run.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..io_engine.file_ranges import FileState, state_of
-from ..planning.partition import Partition
 from ..quantised.format_base import Format
 from .adapters import adapter_parameters, base_of, names_in_base
 
@@ -257,15 +256,27 @@ def read_runs(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
     return made
 
 
-def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
-    """Return the name in the files of each parameter's tensor, by parameter index.
+def cut_runs(runs: Sequence[FileRun], first: int, nbytes: int) -> Iterator[FileRun]:
+    """Yield runs for ``nbytes`` from the byte ``first`` on of the concatenated ``runs``."""
+    at = 0
+    for run in runs:
+        low, high = max(first, at), min(first + nbytes, at + run.nbytes)
+        if low < high:
+            yield FileRun(run.path, run.offset + low - at, high - low)
+        at += run.nbytes
+
+
+def match_files(
+    files: TensorFiles, model: nn.Module, parameters: Sequence[nn.Parameter]
+) -> dict[int, str]:
+    """Return the name in the files of each parameter's tensor, by index in ``parameters``.
 
     Nothing is loaded.  A tied parameter may have any of its names, with or without the base model's
     prefix.  Tensors that transformers does not save for this model (computed tables) may be
     missing, and so may adapters.
 
     Args:
-        model: the model of ``parts``, or a part of it.
+        model: the model of the parameters, or a part of it.
 
     Raises:
         ValueError: a parameter has no tensor, or one of another shape, or one that holds the codes
@@ -273,7 +284,7 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     """
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
-    index_of = {id(p): i for i, p in enumerate(parts.parameters)}
+    index_of = {id(p): i for i, p in enumerate(parameters)}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in index_of:
             names.setdefault(index_of[id(p)], []).append(name)
@@ -282,7 +293,7 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     found: dict[int, str] = {}
     problems: list[str] = []
     for index in sorted(names):
-        p = parts.parameters[index]
+        p = parameters[index]
         candidates = list(dict.fromkeys([*names[index], *map(in_base, names[index])]))
         if prefix:
             own = list(candidates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from ..grads.gradients import GradientCollector
 from ..params.onloaded_units import OnloadedUnits
 from ..private.handles import Removable
 from ..schedule.ledger import Ledger
+from .forward_stack import Inputs
 from .hooks import ModuleHooks
 
 Values = Mapping[int, Callable[[], torch.Tensor]]  # by parameter index
@@ -53,13 +54,17 @@ class ExternalForwardAdapter:
         self.parts, self.accelerator = onloaded_units.parts, onloaded_units.accelerator
         self.device = self.accelerator.device
 
-    def before_forward(self) -> None:
-        """Begin a forward of the whole model."""
-        self._hooks.before_root()
+    def before_forward(self, inputs: Inputs | None = None) -> None:
+        """Begin a forward of the whole model; ``inputs``: its arguments."""
+        self._hooks.before_root(inputs=inputs)
 
     def after_forward(self, output: Any) -> None:
         """End a forward of the whole model; ``output`` is ``None`` if it raised."""
         self._hooks.after_root(output)
+
+    def never_offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave these tensors where they are when autograd saves them: they are weights."""
+        self._hooks.never_offload(tensors)
 
     def catch_up(self, unit: int) -> None:
         """Wait for the update of a unit whose weights are about to be read."""

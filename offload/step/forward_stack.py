@@ -163,16 +163,19 @@ class ForwardStack:
             units[unit].name, error,
         )  # fmt: skip
 
-    def push(self, unit: int, around: Around | None = None, *, away: bool = False) -> None:
+    def push(
+        self, unit: int, around: Around | None = None, *, away: bool = False, read: bool = False
+    ) -> None:
         """Push a frame for a unit that is open and runs until ``pop``.
 
         Args:
             around: ends with the unit's forward.
             away: another caller opens and closes the unit.
+            read: the unit's weights are read outside its forward.
         """
         top, uncounted = torch_private.top_saved_tensor_hooks(), self._runs_uncounted()
         hooked = (
-            top is not None or away or around is not None or self._saved.by_handles(unit)
+            top is not None or read or around is not None or self._saved.by_handles(unit)
             or not uncounted
         )  # fmt: skip
         cached = torch.is_autocast_cache_enabled()
@@ -180,7 +183,7 @@ class ForwardStack:
         if hooked:
             packing = self._saved.packing(self._saved.around(top))
             torch_private.push_saved_tensor_hooks(packing, self._saved.unpack)
-        if self._onloaded_units.streamed[unit]:  # the cache would keep casts of offloaded weights
+        if self._saved.moves(unit):  # the cache would keep casts of offloaded weights
             torch.set_autocast_cache_enabled(False)
         self._mine.frames.append(frame)
 
@@ -206,7 +209,7 @@ class ForwardStack:
         """Return what ``function`` computes with weights of an open unit, outside its forward."""
         top = torch_private.top_saved_tensor_hooks()
         if top is None or self._saved.is_packing(top):
-            self.push(unit, away=True)  # the reader has opened the unit, and closes it
+            self.push(unit, away=True, read=True)  # the reader has opened the unit, and closes it
             try:
                 return function()
             finally:

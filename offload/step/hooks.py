@@ -7,7 +7,7 @@ hook having fired.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol
 
 import torch
@@ -68,7 +68,9 @@ class ModuleHooks:
             backward,
             forward_stack,
         )
-        self._moves = any(onloaded_units.streamed)
+        # Whether other code brings weights to compute (FSDP2, DDP); see ``ExternalForwardAdapter``.
+        self._external = onloaded_units.parts.external
+        self._moves = any(onloaded_units.streamed) and not self._external
         self._trace, self._loop = trace, loop
         self.catch_up_again = loop.catch_up_again
         self._handles: list[Any] = []
@@ -79,10 +81,13 @@ class ModuleHooks:
         me = weakref.ref(self)
         for unit, found in self._onloaded_units.parts.running:
             whole = not found.direct_only and self._saved_offloader is not None
-            if self._onloaded_units.streamed[unit] or unit in self._recompute.able or whole:
+            moves = self._onloaded_units.streamed[unit] and not self._external
+            if moves or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
             elif self._saved_offloader is not None:
                 self._hook_border(me, unit, found.module)
+        if self._external:
+            return
         self._hook_readers(me, model)
         self._hook_read_ahead(me, model)
         if self._onloaded_units.accelerator.stream() is not None:
@@ -201,6 +206,11 @@ class ModuleHooks:
         if self._saved_offloader is not None:
             self._saved_offloader.enter(unit)
 
+    def never_offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See ``SavedTensorOffloader.never_offload``."""
+        if self._saved_offloader is not None:
+            self._saved_offloader.never_offload(tensors)
+
     def ran(self) -> None:
         """Record that the forward of a unit has ended."""
         if self._saved_offloader is not None:
@@ -210,13 +220,15 @@ class ModuleHooks:
         """Prepare for the run of a unit's module: onload the unit and push its frame."""
         self.runs(unit)
         self._forward_stack.make_room(module)
-        self._loop.catch_up(unit)
-        if torch_private.in_backward():
-            self._backward.recomputes(unit)
+        if not self._external:
+            self._loop.catch_up(unit)
+            if torch_private.in_backward():
+                self._backward.recomputes(unit)
         around = self._recompute.begin(unit, module, args, kwargs)
         try:
-            self._forward_stack.enter(unit)
-            self._forward_stack.push(unit, around)
+            if not self._external:
+                self._forward_stack.enter(unit)
+            self._forward_stack.push(unit, around, away=self._external)
         except BaseException:
             if around is not None:
                 around.end(completed=False)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ..planning.partition import partition
 from ..planning.unit_discovery import FoundUnit, find_units
 from ..private import torch_private
-from ..ranks.filling import give_memory, memory_of
+from ..ranks.filling import leave_on_meta, memory_of
+from ..ranks.fsdp_private import sharded_modules
 from ..ranks.parts import rows_of_rank
 from ..state.importing import Others, open_weights
 from ..state.initial import default_init, initialise
@@ -103,10 +104,10 @@ def sharded(model: nn.Module, ranks: Ranks, device: str | None, *, filled: bool)
         fully_shard(block)
     fully_shard(model)
     if not filled:
-        give_memory(model, device)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.to_local().copy_(values[name])  # type: ignore[attr-defined]
+        parts = sharded_modules(model)
+        for shard in (shard for each in parts for shard in each.shards):
+            shard.put(values[shard.name], memory_of(device))
+        leave_on_meta(model, parts, device)
     return model
 
 
@@ -124,7 +125,7 @@ def replicated(model: nn.Module, device: str | None, weights: Path | None) -> nn
 def _of_files(model: nn.Module, weights: Path) -> dict[str, torch.Tensor]:
     files = open_weights(weights, model)
     parts = partition(model, {})
-    found = match_files(files, model, parts)
+    found = match_files(files, model, parts.parameters)
     managed = frozenset(map(id, parts.parameters))
     Others(files, model, set(found.values()), managed).load()
     names = {id(p): name for name, p in model.named_parameters()}

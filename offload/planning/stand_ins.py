@@ -1,0 +1,74 @@
+"""Models that hold a rank's shards of another model, as planning sees them.
+
+Placement, state and budgets are about the shards. Compute, activations and what kind of module has
+a weight are about the whole model, which is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from .unit_discovery import FoundUnit, modules_named
+
+
+class StandIn(nn.Module):
+    """A module with a rank's shards of a unit, which is never called.
+
+    Attributes:
+        runs: the unit that computes with the whole parameters.
+    """
+
+    runs: FoundUnit
+
+    def __init__(self, runs: FoundUnit) -> None:
+        super().__init__()
+        self.__dict__["runs"] = runs  # not a submodule
+
+
+class StandInModel(nn.Module):
+    """A model of ``StandIn`` modules.
+
+    Attributes:
+        whole: the model that is run.
+        local_of: by id of a parameter of ``whole``, the rank's rows of it.
+        first_row_of: likewise, the first of these rows.
+    """
+
+    whole: nn.Module
+    local_of: dict[int, nn.Parameter]
+    first_row_of: dict[int, int]
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["whole"] = whole  # not a submodule
+        self.local_of, self.first_row_of = {}, {}
+
+
+def running(found: FoundUnit) -> FoundUnit:
+    """Return the unit that computes in place of ``found``, or ``found`` itself."""
+    return found.module.runs if isinstance(found.module, StandIn) else found
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """Return the model that is run."""
+    return model.whole if isinstance(model, StandInModel) else model
+
+
+def held_parameters(model: nn.Module, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+    """Return the parameters of ``model`` that stand for these parameters of ``whole_model``."""
+    if not isinstance(model, StandInModel):
+        return frozenset(params)
+    local = map(model.local_of.get, map(id, params))
+    return frozenset(p for p in local if p is not None)
+
+
+def parameters_named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
+    """Return the parameters of the modules that are named as ``resident``.
+
+    Raises:
+        ValueError: there is no such module, or it holds no parameters.
+    """
+    modules = modules_named(whole_model(model), names, "resident").values()
+    return held_parameters(model, (p for module in modules for p in module.parameters()))
