@@ -266,7 +266,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     model = replicated()
     with pytest.raises(ValueError, match="final only when backward is over"):
         wrapped(model, update="backward")
-    with pytest.raises(ValueError, match="not for a sharded model"):
+    with pytest.raises(ValueError, match="stay on the device"):
         wrapped(model, frozen="nf4")
     with pytest.raises(ValueError, match="not in the model"):
         overspill.wrap(model, adamw(net()), device="cpu", rates=RATES, host_memory="1GiB")

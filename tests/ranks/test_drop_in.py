@@ -219,9 +219,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(overspill.OffloadError, match="two dimensions"):
         wrapped(model)
     for options in (
-        {"frozen": "nf4"}, {"precision": "bf16"}, {"activations": "host"}, {"loss": "chunked"},
-        {"tile": ["0"]},
-        {"activations_format": "int8"},
+        {"precision": "bf16"}, {"units": ["layers.0"]}, {"loss": "chunked"}, {"tile": ["0"]},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)

@@ -109,6 +109,24 @@ def test_loops_are_those_of_resident_shards(work: Callable[..., Any], tmp_path: 
     spawn(2, streamed, work, tmp_path)
 
 
+def written_dicts(rank: int, size: int, folder: Path) -> None:
+    """Tensors of state dicts are written in place, with shards on the device, in part or not."""
+    real = overspill.wrap
+    for number, memory in enumerate(("72KiB", "100KiB", "150KiB", "1GiB")):
+
+        def wrap(*args: Any, memory: str = memory, **options: Any) -> Any:
+            options |= {"device": "sim", "device_memory": memory, "activations": "keep"}
+            return real(*args, **options)
+
+        overspill.wrap = wrap  # type: ignore[assignment]
+        test_drop_in.checkpoints(rank, size, folder_of(folder / f"{number}"))
+    overspill.wrap = real
+
+
+def test_state_dicts_are_written_in_place(tmp_path: Path) -> None:
+    spawn(2, written_dicts, tmp_path)
+
+
 def test_a_run_is_resumed(tmp_path: Path) -> None:
     places = [folder_of(tmp_path / name) for name in ("one", "two")]
     expected = spawn(2, trained, places[0], 4, True, torch.float32, sharded)

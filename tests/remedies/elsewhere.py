@@ -10,8 +10,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/facts/stats.py", "first try larger micro-batches (instead of accumulation)"): (
         "tests/unit/test_plan_machines.py::test_the_command_answers_in_json_and_writes_a_trace"
     ),
-    ("offload/ranks/sharding.py", "nor for one inside of DistributedDataParallel; leave it out"): (
+    ("offload/ranks/sharding.py", "they have their weights where they are; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
+    ),
+    ("offload/ranks/ddp.py", "shard the model with fully_shard instead, or leave it out"): (
+        "tests/ranks/test_ddp.py::test_ddp"
     ),
     ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
@@ -147,10 +150,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/ddp_bridge.py", "is sparse; use dense ones"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    (
-        "offload/ranks/filling.py",
-        "some parameters are on meta and others are not; build the whole model under",
-    ): ("tests/ranks/test_remedies.py::test_remedies"),
     ("offload/ranks/spread_optimizers.py", "path; load it with torch.distributed.checkpoint"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),

@@ -1,0 +1,233 @@
+"""LoRA over frozen shards: on every tier, packed, and read in place from a checkpoint's files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import overspill
+
+from .spawned import RATES, folder_of, spawn, whole
+
+LAYERS, STEPS = 3, 3
+TIGHT: dict[str, Any] = {"device_memory": "560KiB"}
+raw = DTensor._local_tensor.__get__  # type: ignore[attr-defined]
+
+
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=120, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=0.1))  # type: ignore[arg-type]
+    return model
+
+
+def spread(model: Any, **options: Any) -> Any:
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, first: int = 0) -> list[float]:
+    losses = []
+    torch.manual_seed(5)  # of dropout
+    for number in range(first, first + STEPS):
+        drawn = torch.Generator().manual_seed(100 * number + rank)
+        tokens = torch.randint(0, 120, (2, 32), generator=drawn)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrapped(model: nn.Module, folder: Path | None = None, **options: Any) -> Any:
+    given = {"device": "sim", "host_memory": "1GiB", "rates": RATES, **options}
+    if folder is not None:
+        given["nvme"] = folder_of(folder)
+    return overspill.wrap(model, optimizer_of(model), **given)
+
+
+def homes_of(optimizer: Any) -> set[str]:
+    """Where frozen weights are."""
+    layout = optimizer.plan.detail.layout
+    pairs = zip(layout.units, layout.homes, strict=True)
+    return {home.weights.value for unit, home in pairs if not unit.trainable}
+
+
+def frozen_shards(rank: int, size: int, folder: Path) -> None:
+    """The losses do not depend on where the base is, and without a format they are FSDP2's."""
+    model = spread(adapted(base()))
+    expected = train(model, optimizer_of(model), rank)
+    untouched = whole(model)
+    for form in (None, "int8", "nf4"):
+        model = spread(adapted(base()))
+        with wrapped(model, frozen=form) as optimizer:
+            losses = train(model, optimizer, rank)
+        places: list[dict[str, Any]] = [
+            TIGHT, {**TIGHT, "activations": "recompute"},
+            {**TIGHT, "host_memory": "600KiB", "folder": folder / f"{form}"},
+        ]  # fmt: skip
+        for number, place in enumerate(places):
+            model = spread(adapted(base()))
+            with wrapped(model, frozen=form, **place) as optimizer:
+                found = train(model, optimizer, rank)
+                assert optimizer.memory["device"].peak_bytes <= 560 * 1024
+                assert "host" in homes_of(optimizer) or number == 2
+                if number == 2:
+                    assert "nvme" in homes_of(optimizer), homes_of(optimizer)
+                values = whole(model)
+            assert found == losses, (form, place)
+        if form is None:
+            assert losses == pytest.approx(expected, rel=1e-3)
+            for name, value in values.items():
+                if "lora" not in name:
+                    assert torch.equal(value, untouched[name]), name
+        else:
+            assert losses != expected and losses == pytest.approx(expected, rel=0.05)
+
+
+def resumed_elsewhere(rank: int, size: int, folder: Path) -> None:
+    """A run over a packed base goes on, and its base stays as it was packed."""
+    for form in ("int8", "nf4"):
+        run = folder_of(folder / f"run-{form}")
+        model = spread(adapted(base()))
+        with wrapped(model, run, frozen=form, **TIGHT) as optimizer:
+            train(model, optimizer, rank)
+            weights = whole(model)
+            expected = train(model, optimizer, rank, STEPS)
+            optimizer.rollback()
+        run = folder_of(folder / f"again-{form}")
+        model = spread(adapted(base()))
+        with wrapped(model, run, frozen=form, **TIGHT) as optimizer:
+            train(model, optimizer, rank)
+        model = spread(adapted(base()))
+        optimizer, _ = overspill.resume(
+            model, run, optimizer_of(model), device="sim", host_memory="1GiB", rates=RATES, **TIGHT
+        )
+        with optimizer:
+            for name, value in whole(model).items():
+                assert torch.equal(value, weights[name]), (form, name)
+            assert train(model, optimizer, rank, STEPS) == expected
+
+
+def in_place(rank: int, size: int, folder: Path) -> None:
+    """A base that was never in memory: built empty, and read from the folder row by row.
+
+    The adapters are those of one device, where the first rank's random numbers draw them.
+    """
+    alone = empty()
+    torch.manual_seed(1)
+    with wrapped(alone, weights=folder / "base"):
+        drawn = {n: p.detach().clone() for n, p in overspill.named_weights(alone) if "lora" in n}
+    states, losses = [], list[float]()
+    for number, place in enumerate(({}, TIGHT, {**TIGHT, "frozen": "nf4"})):
+        model = spread(empty())
+        torch.manual_seed(1 + rank)  # the first rank's numbers count: the adapters are the same
+        with wrapped(model, weights=folder / "base", **place) as optimizer:
+            states.append(torch.get_rng_state())
+            for name, value in whole(model).items():
+                assert "lora" not in name or torch.equal(value, drawn[name]), name
+            found = train(model, optimizer, rank)
+            layout = optimizer.plan.detail.layout
+            if number == 1:
+                assert len(layout.in_place) >= LAYERS, "read where they are"
+            values = whole(model)
+        losses = losses or found
+        if number == 1:
+            assert found == losses
+            for name, p in base().named_parameters():
+                kept = values[f"base_model.model.{name}"] if "proj" not in name else None
+                assert kept is None or torch.equal(kept, p), name
+    if rank:  # other ranks' random numbers are their own
+        torch.manual_seed(1 + rank)
+        assert torch.equal(states[0], torch.get_rng_state())
+
+
+def empty() -> nn.Module:
+    """The model with adapters, all of it on ``meta``."""
+    config = base().config
+    with overspill.empty_init():
+        model = adapted(LlamaForCausalLM(config).to(torch.bfloat16))
+    assert all(p.is_meta for p in model.parameters())
+    return model
+
+
+def refused_files(rank: int, size: int, folder: Path) -> None:
+    """After an error the model is on meta, as before, and can be wrapped with the right files."""
+    model = spread(empty())
+    with pytest.raises(ValueError, match="does not match the model"):
+        wrapped(model, weights=folder / "other")
+    assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(overspill.BudgetError):
+        wrapped(model, weights=folder / "base", host_memory="64KiB", device_memory="64KiB")
+    assert all(p.is_meta for p in model.parameters())
+    with wrapped(model, weights=folder / "base") as optimizer:
+        assert all(map(torch.isfinite, map(torch.tensor, train(model, optimizer, rank))))
+
+
+def host_shards(rank: int, size: int, folder: Path) -> None:
+    """With FSDP2's CPUOffloadPolicy, the engine takes shards from host memory."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+    expected = train(model := spread(adapted(base())), optimizer_of(model), rank)
+    model = spread(adapted(base()), offload_policy=policy)
+    with wrapped(model, **TIGHT) as optimizer:
+        assert any(raw(p).is_meta for p in model.parameters())
+        assert train(model, optimizer, rank) == pytest.approx(expected, rel=1e-3)
+        overspill.unwrap(model)
+    assert all(not raw(p).is_meta and p.isfinite().all() for p in model.parameters())
+    train(model, optimizer_of(model), rank)
+
+
+WORKS: list[Callable[..., Any]] = [
+    frozen_shards, resumed_elsewhere, in_place, refused_files, host_shards
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    model = base()
+    model.save_pretrained(folder / "base")
+    small = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=120,
+    ))  # fmt: skip
+    small.save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_on_two_ranks(work: Callable[..., Any], files: Path) -> None:
+    with warnings.catch_warnings():
+        spawn(2, work, files)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("work", WORKS)
+def test_on_ranks(size: int, work: Callable[..., Any], files: Path) -> None:
+    spawn(size, work, files)
