@@ -1,5 +1,8 @@
-"""``python -m benchmarks fits``: what models need and how long their steps take on machines that
-examples/machines describes, by plan, as the table in docs/fits.md.  Nothing is trained."""
+"""``python -m benchmarks fits [cards]``: what models need and how long their steps take on machines
+that examples/machines describes, by plan, as the tables in docs/fits.md.  Nothing is trained.
+
+With ``cards``, only the table by number of cards is written.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ MARKS = "<!-- fits: python -m benchmarks fits -->", "<!-- end of fits -->"
 MODELS = ("llama-1b", "llama-3b", "llama-8b", "llama-13b", "llama-70b")
 MACHINES = ("rtx3060", "rtx4090", "gh200", "h200")
 TOKENS = 4096  # of a step, as one sequence
+CARD_MARKS = "<!-- cards: python -m benchmarks fits cards -->", "<!-- end of cards -->"
+CARDS_OF = (("llama-8b", "rtx4090"), ("llama-70b", "rtx4090"), ("llama-70b", "h200"))
+NUMBERS = (1, 2, 4, 8)
+CARD_TOKENS = 2048  # of a card and step, as one sequence
 OPTIONS: dict[str, Any] = {"precision": "bf16", "nvme": ["/scratch"], "durable": False}
 # Room without end, and the card of a desktop: for what is looked for in one tier alone.
 AMPLE = {"device_memory": "1TiB", "host_memory": "64TiB", "nvme_memory": "64TB"}
@@ -91,8 +98,42 @@ def rows() -> Iterator[str]:
                 yield row(model, recipe)
 
 
-def main(_words: list[str]) -> int:
-    """Writes the table into the page."""
+def cards() -> Iterator[str]:
+    """A line for each model, way to train and machine, and a time for each number of cards."""
+    for model, machine in CARDS_OF:
+        target = Machine.from_file(ROOT / f"examples/machines/{machine}.toml")
+        for recipe in recipes()[:3]:
+            skeleton = model_for(model, recipe.lora_rank, seq=CARD_TOKENS)
+            cells = [model, recipe.name, machine]
+            for ranks in NUMBERS:
+                make = planner(skeleton, {**OPTIONS, **recipe.options}, ranks=ranks)
+                plan = make(target, CARD_TOKENS, {"every_update": False})
+                fits = plan.fits and plan.step_s
+                cells.append(f"{ranks * CARD_TOKENS / plan.step_s:,.0f}" if fits else "-")
+            yield f"| {' | '.join(cells)} |"
+
+
+def write_cards() -> None:
+    """Writes the table by number of cards into the page."""
+    head = ("model", "what is trained", "machine", *map(str, NUMBERS))
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for line in cards():
+        print(line, flush=True)
+        lines.append(line)
+    put(PAGE, CARD_MARKS, "\n".join(lines))
+
+
+def main(words: list[str]) -> int:
+    """Writes the tables into the page.
+
+    Raises:
+        ValueError: a word is unknown.
+    """
+    if words not in ([], ["cards"]):
+        raise ValueError(f"fits knows the word cards, not {' '.join(words)}")
+    write_cards()
+    if words:
+        return 0
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for line in rows():
         print(line, flush=True)

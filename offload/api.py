@@ -25,11 +25,10 @@ from .io_engine.committed import OwnedStore, own_store
 from .joint_steps import in_parts
 from .open_engines import close_engines_in, describe, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer
-from .over_ranks import is_spread, over_ranks_of, refuse_spread, resumed_of_ranks
+from .over_ranks import is_spread, over_ranks_of, plan_for, refuse_spread, resumed_of_ranks
 from .paths import as_path, as_paths
 from .planning.models import named_models, reorder
 from .planning.plan import Plan
-from .plans import make_plan
 from .ranks.stores import in_the_way, runs_in, with_ranks
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
@@ -84,6 +83,7 @@ def plan(
     optimizer: Optimizers | None = None,
     *,
     machine: Machine | None = None,
+    ranks: int = 1,
     measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None,
     device: str | torch.device | None = None,
@@ -130,6 +130,9 @@ def plan(
             Without them, times cover only transfers and updates.
         machine: the machine to plan for.  Sizes given in it replace the memory and disks of this
             machine.
+        ranks: the ranks on this machine that train the model together under FSDP2, each with a
+            device of its own.  The plan is one rank's, of its part of the machine; ``tokens`` are
+            those of one rank.
         example: runs the forward of one micro-batch and returns its loss, such as ``lambda:
             model(**batch).loss``.  It and its backward run a few times, in memory, and the measured
             compute time and activations of each unit replace those estimated from FLOPs.  With a
@@ -142,11 +145,11 @@ def plan(
         TypeError: an unknown option, or an optimizer that is not supported.
         ValueError: an option has an invalid value.
     """
-    options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
+    options = _options(locals(), "model", "optimizer", "machine", "ranks", "measure", "example")
     whole, one = _as_one(model, optimizer)
     if machine is not None:  # its values apply unless an option is given
         options = {name: value for name, value in options.items() if value is not None}
-    return make_plan(whole, one, options, machine=machine, measure=measure, example=example)
+    return plan_for(whole, one, options, ranks, machine=machine, measure=measure, example=example)
 
 
 @overload

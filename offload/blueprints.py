@@ -198,9 +198,10 @@ def _workload(
     example: Callable[[], torch.Tensor] | None, heads: tuple[nn.Linear, ...],
 ) -> Workload:  # fmt: skip
     """Return the compute of a micro-step; ``heads``: those that defer their logits."""
+    heads = heads or deferred_heads(whole_model(model))
     logits = not heads or not are_deferred(heads, config.tokens)
     if example is None:
-        return Workload(config.tokens, None, logits)
+        return Workload(config.tokens, None, logits, parts.received)
     new = DeferredHeads((head, lambda: 0) for head in set(heads) - set(deferred_heads(model)))
     try:
         return Workload(config.tokens, profile_step(model, parts, example), logits)
@@ -349,7 +350,9 @@ def _plan_of(
     sizes, logits_bytes = needs.saved_bytes, load.logits_bytes(parts.units)
     missing = short_for_activations(chosen, needs, budgets, logits_bytes)
     shortfalls = chosen.shortfalls if missing is None else (missing,)
-    fits, links, bound = not shortfalls, chosen.link_bytes, None
+    fits, links, bound = not shortfalls, dict(chosen.link_bytes), None
+    if load.wire_bytes and links:
+        links["wire"] = load.wire_bytes * config.accumulate
     if rates is not None and not chosen.shortfalls:
         bound = step_bound(
             layout, links, rates, update=needs.update, micro_steps=config.accumulate,

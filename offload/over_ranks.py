@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from .errors import RankError
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .paths import as_paths
 from .planning.models import named_models
+from .planning.plan import Plan
+from .plans import make_plan
 from .ranks.stores import find_run
 
 if TYPE_CHECKING:
@@ -72,3 +74,15 @@ def resumed_of_ranks(
     from .ranks.resuming import resumed_whole
 
     return resumed_whole(model, run, folders, optimizer, options)
+
+
+def plan_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any],
+    ranks: int, **how: Any,
+) -> Plan:  # fmt: skip
+    """Return a plan, of one rank if there are several; see ``make_plan`` and ``plan_of_rank``."""
+    if ranks == 1 and not isinstance(ranks, bool):
+        return make_plan(model, optimizer, options, **how)
+    from .ranks.planned import plan_of_rank
+
+    return plan_of_rank(model, optimizer, options, ranks, **how)

@@ -92,6 +92,7 @@ def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> No
         "h2d_bytes_s": plan.link_bytes.get("copy_in", 0),
         "d2h_bytes_s": plan.link_bytes.get("copy_out", 0),
         "update_params_s": sum(s.count for s in records if not s.moved_bytes),
+        "wire_bytes_s": plan.link_bytes.get("wire", 0),
         "dram_bytes_s": any(s.moved_bytes and s.index not in there for s in records),
         "host_flops_s": any(s.flops and s.index not in there for s in records),
         "device_flops_s": computes or any(s.flops and s.index in there for s in records),

@@ -58,6 +58,14 @@ EveryWay = Annotated[
     ),
 ]
 Largest = Annotated[bool, typer.Option("--largest", help="Take the largest named shape that fits.")]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Ranks on this machine that train it together under FSDP2, each with a device; "
+        "--tokens and --batch are those of one.",
+    ),
+]
 Optimizer = Annotated[
     str,
     typer.Option(
@@ -102,6 +110,7 @@ def plan(
     tokens: Tokens = None,
     seq: Seq = None,
     batch: Batch = None,
+    ranks: Ranks = 1,
     durable: opt.NotDurable = None,
     commit_every: opt.CommitEvery = None,
     measure: Anew = False,
@@ -131,14 +140,15 @@ def plan(
         )  # fmt: skip
         asked = _Asked(
             name or model, options, machine, _micro_batch(tokens, seq, batch), seq, accumulate,
-            as_json,
+            as_json, ranks,
         )  # fmt: skip
         if find_largest:
             asked = asked.with_largest(lora_rank)
         if every_way:
             found = choices(
-                asked.name, options, machine, asked.tokens, lora_rank or LORA_RANK, asked.seq
-            )
+                asked.name, options, machine, asked.tokens, lora_rank or LORA_RANK, asked.seq,
+                ranks,
+            )  # fmt: skip
         else:
             made, more = asked.plan(lora_rank, optimizer, trace, measure=measure)
     if every_way:
@@ -195,16 +205,20 @@ class _Asked:
     seq: int | None
     accumulate: int
     as_json: bool
+    ranks: int
 
     @property
     def step_tokens(self) -> int:
-        return self.tokens * self.accumulate
+        """Of all ranks."""
+        return self.tokens * self.accumulate * self.ranks
 
     def with_largest(self, lora_rank: int | None) -> _Asked:
         """The same for the largest named shape that fits."""
         from ..train.choices import largest
 
-        name, found = largest(self.options, self.target, self.tokens, lora_rank, self.seq)
+        name, found = largest(
+            self.options, self.target, self.tokens, lora_rank, self.seq, self.ranks
+        )
         what = "the largest named shape that fits" if found.fits else "not even the smallest fits"
         typer.echo(f"{what}: {name}", err=self.as_json)
         return replace(self, name=name)
@@ -222,11 +236,11 @@ class _Asked:
         model = model_for(self.name, lora_rank, frozen, self.seq)
         if lora_rank is not None and frozen is None and quantised_by(self.name) is not None:
             options = {**options, "weights": self.name}
-        make = planner(model, options, optimizer)
+        make = planner(model, options, optimizer, self.ranks)
         made = make(self.target, self.tokens, {"measure": measure})
         here = len(self.options.get("nvme", ("",)))
         disks = here if self.target is None else self.target.disks
-        more = gains(make, made, self.target, self.tokens, disks)
+        more = gains(make, made, self.target, self.tokens, disks, self.ranks)
         if trace is not None and made.detail.simulated is not None:
             save_trace(made.detail.simulated.trace, trace)
         return made, more
@@ -255,6 +269,8 @@ def _tell_plan(
     if asked.as_json:
         print(json.dumps(plan_json(made, tokens, more, machine, endurance), indent=2))
     else:
+        if asked.ranks > 1:
+            typer.echo(f"one of {asked.ranks} ranks, with its part of the machine; tokens/s of all")
         show_plan(made, tokens, more, machine, endurance, every_unit=every_unit)
     if made.detail.activations_fit is False:
         raise typer.Exit(TOO_MANY_ACTIVATIONS)

@@ -43,6 +43,7 @@ class Rates:
             optimizers that have them (Muon, SOAP).
         device_update_flops_s: like ``device_flops_s``, in the dtype of the products of updates; if
             unknown, assumed to be the same.
+        wire_bytes_s: what a device receives from those of the other ranks, while all of them do.
         device_memory_bytes_s: like ``dram_bytes_s``, in the device's memory, for updates there by
             optimizers without a kernel; if unknown, assumed to be no faster than host memory.
     """
@@ -64,6 +65,7 @@ class Rates:
     host_flops_s: float | None = None
     device_update_flops_s: float | None = None
     device_memory_bytes_s: float | None = None
+    wire_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

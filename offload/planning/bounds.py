@@ -65,6 +65,7 @@ def lane_seconds(
         "read": (links.get("read", 0), rates.disk_read_bytes_s),
         "write": (links.get("write", 0), rates.disk_write_bytes_s),
         "update": (update_s, 1.0),
+        "wire": (links.get("wire", 0), rates.wire_bytes_s),
     }
     return {lane: amount / rate for lane, (amount, rate) in work.items() if rate and amount}
 

@@ -71,12 +71,20 @@ class PlannedLayout:
 class Workload:
     """The compute of a micro-step: a number of tokens, or what an example step measured.
 
-    ``logits``: whether the loss is computed from all logits at once.
+    Attributes:
+        logits: whether the loss is computed from all logits at once.
+        received: by unit, the bytes that arrive from other ranks; see ``Partition.received``.
     """
 
     tokens: int = 0
     profile: Profile | None = None
     logits: bool = True
+    received: Sequence[tuple[int, int]] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes that arrive from other ranks."""
+        return sum(map(sum, self.received))
 
     def costs(self, layout: Layout, rates: Rates) -> Costs | None:
         """Return the costs of a micro-step; ``None`` if nothing is known of it."""
@@ -87,6 +95,7 @@ class Workload:
             costs = Costs.from_flops(layout, rates, self.tokens)
         else:
             return None
+        costs = costs.waiting_for(self.received)
         return costs if saved is None else costs.keeping(saved, inputs_of(layout, saved))
 
     def saved_bytes(self, units: Sequence[Unit]) -> list[int] | None:

@@ -115,6 +115,21 @@ class Costs:
         """Return these costs with the bytes that autograd keeps."""
         return replace(self, saved_bytes=saved_bytes, input_bytes=input_bytes, bursts=bursts or {})
 
+    def waiting_for(self, received: Sequence[tuple[int, int]]) -> Costs:
+        """Return these costs with units that take as long as what arrives for them.
+
+        FSDP2 gathers a module's weights, and reduces its gradients, while others compute.
+
+        Args:
+            received: by unit, the bytes in a forward and in a backward; empty: none.
+        """
+        rate = self.rates.wire_bytes_s
+        if not received or not rate:
+            return self
+        forward = [max(s, n / rate) for s, (n, _) in zip(self.forward_s, received, strict=True)]
+        backward = [max(s, n / rate) for s, (_, n) in zip(self.backward_s, received, strict=True)]
+        return replace(self, forward_s=forward, backward_s=backward)
+
     def bursts_of(self, unit: int) -> tuple[Burst, ...]:
         """Return when a unit saves what autograd keeps; evenly spread if it was not measured."""
         return self.bursts.get(unit, EVENLY)

@@ -27,7 +27,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .stand_ins import parameters_named, running
+from .stand_ins import parameters_named, received_bytes, running
 from .unit_discovery import FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
@@ -46,6 +46,8 @@ class Partition:
         unit_of: by parameter index, the unit that owns it.
         external: whether other code than the engine's hooks brings weights to these modules:
             ``parameters`` are shards, which FSDP2 or DDP gathers.
+        received: by unit, the bytes that a rank receives from others in a forward and in a backward
+            of its module; empty with one rank.
     """
 
     units: tuple[Unit, ...]
@@ -53,6 +55,7 @@ class Partition:
     parameters: tuple[nn.Parameter, ...]
     unit_of: tuple[int, ...]
     external: bool = False
+    received: tuple[tuple[int, int], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -202,6 +205,7 @@ def partition(
     all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
     beside = _without_backward(model, all_trained)
     flows = external = False
+    sent, received = received_bytes(model, dtype), list[tuple[int, int]]()
     for item in found:
         ran, learns = running(item), all_trained
         if ran is not item:
@@ -217,6 +221,7 @@ def partition(
                      0, runs=False)
             )  # fmt: skip
             of_units.append(ran)
+            received.append((0, 0))  # with the unit that runs
             comes_with[number] = None
         number, own = len(units), trained or frozen
         owner.update((p, number) for _, _, p in own)
@@ -225,7 +230,7 @@ def partition(
         flows = flows or bool(trained)
         flops, kept = forward_flops(ran), activation_bytes(ran, dtype)
         back = backward_flops(ran, learns, flows=flows)
-        logits = logits_bytes(ran, dtype) if item is found[-1] else 0
+        logits = logits_bytes(ran, dtype) if item is found[-1] or ran.computes_with else 0
         given = input_bytes(ran, dtype)
         forward_only = bool(own) and all(p in beside for _, _, p in own)
         units.append(
@@ -236,12 +241,18 @@ def partition(
             )
         )  # fmt: skip
         of_units.append(ran)
+        gathered, reduced = (
+            sum(sent.get(id(p), 0) for _, _, p in each) for each in ((*trained, *frozen), trained)
+        )
+        again = 0 if ran.direct_only else gathered  # FSDP2's root keeps its weights until backward
+        received.append((gathered, again + reduced))
     return Partition(
         _with_reached(units, of_units, owner),
         tuple(of_units),
         tuple(parameters),
         tuple(owner[p] for p in parameters),
         external,
+        tuple(received) if sent else (),
     )
 
 

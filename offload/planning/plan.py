@@ -288,7 +288,8 @@ class Plan:
         shortfalls: what is missing, by tier.
         placement: by unit name, the homes of its weights, gradients and state.
         tier_bytes: bytes that the engine would hold, by tier.
-        link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
+        link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``, and with several
+            ranks ``wire``: what a rank receives from the others).
         step_s, bound_s: predicted time of a step and its lower bound; ``None`` without rates.
             Without the number of tokens, they leave compute out.
         bottleneck: the lane that sets the bound.

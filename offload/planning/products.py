@@ -172,9 +172,12 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
 def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     """Return the bytes per token of a head's logits, and of the fp32 log-probabilities in the loss.
 
-    0 if the module is not a head.
+    0 if the module is not a head, and has none among what it computes with.
     """
     head = found.module
+    for inner in head.modules():
+        if isinstance(inner, nn.Linear) and inner.weight in found.computes_with:
+            head = inner
     if not isinstance(head, nn.Linear) or head.out_features <= head.in_features:
         return 0
     return head.out_features * ((dtype or head.weight.dtype).itemsize + torch.float32.itemsize)

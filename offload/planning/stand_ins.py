@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from .unit_discovery import FoundUnit, modules_named
@@ -34,16 +35,37 @@ class StandInModel(nn.Module):
         whole: the model that is run.
         local_of: by id of a parameter of ``whole``, the rank's rows of it.
         first_row_of: likewise, the first of these rows.
+        ranks: the ranks among which the rows are divided, and from which they are gathered for
+            compute; 1 if every rank has all weights.
     """
 
     whole: nn.Module
     local_of: dict[int, nn.Parameter]
     first_row_of: dict[int, int]
+    ranks: int
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, whole: nn.Module, ranks: int = 1) -> None:
         super().__init__()
+        self.ranks = ranks
         self.__dict__["whole"] = whole  # not a submodule
         self.local_of, self.first_row_of = {}, {}
+
+
+def received_bytes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, int]:
+    """Return by id of a parameter what a rank receives from the others to have it whole.
+
+    It is empty if every rank has all weights.
+
+    Args:
+        dtype: of all weights; ``None``: each keeps its own.
+    """
+    if not isinstance(model, StandInModel) or model.ranks == 1:
+        return {}
+    pairs = ((p, model.local_of.get(id(p))) for p in model.whole.parameters())
+    return {
+        id(local): (p.numel() - local.numel()) * (dtype or p.dtype).itemsize
+        for p, local in pairs if local is not None
+    }  # fmt: skip
 
 
 def running(found: FoundUnit) -> FoundUnit:

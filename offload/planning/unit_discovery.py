@@ -187,6 +187,27 @@ def _refuse_parts(modules: Mapping[str, nn.Module], named: Iterable[str]) -> Non
             )
 
 
+def units_to_shard(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
+    """Return the units on which ``fully_shard`` is to be called, before the model itself.
+
+    These are blocks, embeddings, and those that are named, unless they share a parameter with other
+    modules. The rest is gathered with the model: FSDP2 keeps it from forward to backward, when a
+    loss that is computed in chunks uses the head.
+    """
+    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def alone(module: nn.Module) -> bool:
+        own = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        return all(shared[key] == count for key, count in own.items())
+
+    return [
+        each for each in find_units(model, names)
+        if not each.direct_only and alone(each.module)
+        and (each.name.rpartition(".")[2].isdigit() or each.name in (names or ())
+             or isinstance(each.module, nn.Embedding))
+    ]  # fmt: skip
+
+
 def read_ahead(module: nn.Module) -> nn.Module | None:
     """Return the child whose parameters ``module.forward`` inspects before it calls the child.
 

@@ -38,7 +38,7 @@ from .fsdp import FullySharded
 from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
 from .parts import SpreadModule, require_initialised
-from .shards import Shards, optimizer_over
+from .shards import Shards, gathered_bytes, optimizer_over
 from .spread_optimizers import ShardedOptimizer, SpreadOptimizer
 from .world import World
 
@@ -84,7 +84,9 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            self.shards = Shards(self.model, self._parts, world.rank)
+            sends = isinstance(self._way, FullySharded)
+            ranks = world.size if sends else 1
+            self.shards = Shards(self.model, self._parts, world.rank, ranks=ranks)
         except BaseException:
             self._way.give_back()
             raise
@@ -131,17 +133,7 @@ class Sharding:
             ValueError: ranks were given different options, or optimizers.
             OffloadError: a rank has nothing to commit.
         """
-        if isinstance(optimizer, JointOptimizer):
-            raise TypeError(
-                "a list of optimizers is not possible under FSDP2 and DDP; give all parameters to "
-                "the param groups of one optimizer"
-            )
-        if any(map(is_whole, rules_for(optimizer))):
-            raise TypeError(
-                f"{name_of(optimizer)} needs whole parameters, and under FSDP2 and DDP each rank "
-                "updates parts of them; use an optimizer that updates element by element, such as "
-                "torch.optim.AdamW"
-            )
+        refuse_optimizer(optimizer)
         given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
         given["the optimizer"] = type(optimizer).__qualname__
         given["the number of param groups"] = len(optimizer.param_groups)
@@ -161,7 +153,9 @@ class Sharding:
         units = tuple(self.shards.units)
         # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
         stay = ("",) if isinstance(self._way, Replicated) else config.resident
-        return replace(self.world.share(whole), rates=rates, units=units, resident=stay)
+        gathers = gathered_bytes(self.shards) if self.shards.ranks > 1 else 0
+        own = self.world.share(whole, gathers)
+        return replace(own, rates=rates, units=units, resident=stay)
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
         """Return the machine's rates, which the first of its ranks measures."""
@@ -313,6 +307,25 @@ def refuse_options(config: OffloadConfig) -> None:
         raise ValueError(
             "tile= is not for a sharded model, nor for one inside of DistributedDataParallel; "
             "leave it out"
+        )
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that cannot update shards.
+
+    Raises:
+        TypeError: it is one of these.
+    """
+    if isinstance(optimizer, JointOptimizer):
+        raise TypeError(
+            "a list of optimizers is not possible under FSDP2 and DDP; give all parameters to the "
+            "param groups of one optimizer"
+        )
+    if any(map(is_whole, rules_for(optimizer))):
+        raise TypeError(
+            f"{name_of(optimizer)} needs whole parameters, and under FSDP2 and DDP each rank "
+            "updates parts of them; use an optimizer that updates element by element, such as "
+            "torch.optim.AdamW"
         )
 
 

@@ -33,8 +33,10 @@ class Shards(StandInModel):
         units: the names of the submodules that hold these parameters.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule], rank: int) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: nn.Module, parts: Sequence[SpreadModule], rank: int, *, ranks: int = 1
+    ) -> None:
+        super().__init__(model, ranks)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
         self.local: list[nn.Parameter] = []
@@ -132,6 +134,33 @@ class ShardGroup(dict[str, Any]):
 
     def values(self) -> Any:
         return [self[key] for key in self._whole]
+
+
+def gathered_bytes(shards: Shards, dtype: torch.dtype | None = None) -> int:
+    """Return about the device memory that FSDP2 itself takes for weights and gradients.
+
+    The root's stay gathered. Of two other modules at a time, the weights of one are used, and those
+    of the next are in the message that arrived and are copied out of it; and gradients of one are
+    whole, and are copied into a message.
+
+    Args:
+        dtype: of all weights; ``None``: each keeps its own.
+    """
+    sizes = [(0, 0)]  # by module: weights and gradients
+    for node in shards.children():
+        if isinstance(node, StandIn):
+            mine = {id(p) for p in node.parameters()}
+            whole = [p for p in shards.whole.parameters()
+                     if id(shards.local_of.get(id(p))) in mine]  # fmt: skip
+            weights = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole)
+            trained = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole if p.requires_grad)
+            sizes.append((weights, trained))
+            if node.runs.direct_only:
+                sizes[0] = sizes.pop()
+    (root, root_grads), *others = sizes
+    largest = max((weights for weights, _ in others), default=0)
+    grads = max((trained for _, trained in others), default=0)
+    return root + root_grads + 3 * largest + 2 * grads
 
 
 def optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -270,11 +270,14 @@ class World:
             if sizes is None or size in sizes:
                 raise in_the_way(Path(folder), size)
 
-    def share(self, config: OffloadConfig) -> OffloadConfig:
+    def share(self, config: OffloadConfig, gathered_bytes: int = 0) -> OffloadConfig:
         """Return the options of one rank: its part of the machine, and directories of its own.
 
         Host memory and disk space are divided, and so are threads unless their number is given. The
         directories are created.
+
+        Args:
+            gathered_bytes: device memory that ``"auto"`` and shares leave to FSDP2.
         """
         host = parse_size(config.host_memory, "host_memory")
 
@@ -293,8 +296,9 @@ class World:
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
         size = parse_size(config.device_memory, "device_memory")
         device = config.device or ("cuda" if torch.accelerator.is_available() else "cpu")
-        of_device = config.left_bytes("device") if device != "cpu" and size.nbytes is None else 0
-        changed["leave"] = of_device  # what is left of host memory is taken off already
+        changed["leave"] = 0  # what is left of host memory is taken off already
+        if device != "cpu" and size.nbytes is None:
+            changed["leave"] = {"device": config.left_bytes("device") + gathered_bytes}
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
             changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))
@@ -309,14 +313,23 @@ class World:
         return mine
 
     def rates(self, whole: Rates) -> Rates:
-        """Return the rates of one of a machine's ranks while all of them work."""
-        disks = "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s"
-        processors = "update_params_s", "update_beside_params_s", "host_flops_s"
-        shares = dict.fromkeys(disks, 1 / self.local_size) | dict.fromkeys(
-            processors, self.cpu_share
-        )
-        found = {name: getattr(whole, name) for name in shares}
-        return replace(whole, **{k: v * shares[k] for k, v in found.items() if v is not None})
+        """See ``rates_of_rank``."""
+        return rates_of_rank(whole, self.local_size, self.cpu_share)
+
+
+def rates_of_rank(whole: Rates, ranks: int, cpu_share: float, *, on_cpu: bool = False) -> Rates:
+    """Return the rates of one of a machine's ranks while all of them work.
+
+    Args:
+        cpu_share: a rank's share of the time of the processors.
+        on_cpu: they compute there, too.
+    """
+    disks = "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s"
+    processors = ["update_params_s", "update_beside_params_s", "host_flops_s"]
+    processors += ["device_flops_s"] * on_cpu
+    shares = dict.fromkeys(disks, 1 / ranks) | dict.fromkeys(processors, cpu_share)
+    found = {name: getattr(whole, name) for name in shares}
+    return replace(whole, **{k: v * shares[k] for k, v in found.items() if v is not None})
 
 
 def share_of_cpus(ranks: Sequence[Collection[int]], mine: Collection[int]) -> float:

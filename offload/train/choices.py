@@ -84,19 +84,21 @@ def model_for(
 
 def choices(
     name: str, options: Mapping[str, Any], machine: Machine | None, tokens: int,
-    lora_rank: int = LORA_RANK, seq: int | None = None,
+    lora_rank: int = LORA_RANK, seq: int | None = None, ranks: int = 1,
 ) -> list[Choice]:  # fmt: skip
     """Each way with the budgets that ``options`` give, and with the least host memory.
 
     Args:
         seq: see ``model_for``.
+        ranks: see ``plan``.
 
     Raises:
         ValueError, BudgetError: as ``plan`` does.
     """
     found: list[Choice] = []
     for recipe in recipes(lora_rank, name):
-        make = planner(model_for(name, recipe.lora_rank, seq=seq), {**options, **recipe.options})
+        model = model_for(name, recipe.lora_rank, seq=seq)
+        make = planner(model, {**options, **recipe.options}, ranks=ranks)
         quick = {"every_update": False}
         whole = make(machine, tokens, quick)
         found.append(Choice(recipe, whole))
@@ -128,12 +130,13 @@ def least_budget(
 
 def largest(
     options: Mapping[str, Any], machine: Machine | None, tokens: int,
-    lora_rank: int | None = None, seq: int | None = None,
+    lora_rank: int | None = None, seq: int | None = None, ranks: int = 1,
 ) -> tuple[str, Plan]:  # fmt: skip
     """The named shape with the most parameters that fits, or the smallest, which does not."""
     name, plan = "", None
     for name in reversed(_by_size()):
-        make = planner(model_for(name, lora_rank, options.get("frozen"), seq), options)
+        model = model_for(name, lora_rank, options.get("frozen"), seq)
+        make = planner(model, options, ranks=ranks)
         plan = make(machine, tokens, {"every_update": False})
         if plan.fits:
             break

@@ -13,10 +13,10 @@ from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..logits.heads import defer_logits
 from ..observe.page import MORE_TOKENS
+from ..over_ranks import plan_for
 from ..planning.bounds import step_flops
 from ..planning.costs import Profile
 from ..planning.plan import Plan
-from ..plans import make_plan
 from .skeletons import skeleton_optimizer
 
 GIB = 1 << 30
@@ -26,12 +26,15 @@ HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], Plan]
 
 
-def planner(model: nn.Module, options: Mapping[str, Any], optimizer: str = "adamw") -> Make:
+def planner(
+    model: nn.Module, options: Mapping[str, Any], optimizer: str = "adamw", ranks: int = 1
+) -> Make:
     """What plans a model without weights, by a machine (``None``: this one), tokens of a
     micro-step, and other options or ways to plan.
 
     Args:
         optimizer: see ``skeleton_optimizer``; ``overspill train`` has AdamW.
+        ranks: that train it together under FSDP2; see ``plan``.
 
     Raises:
         ValueError, BudgetError: as ``plan`` does.
@@ -42,16 +45,16 @@ def planner(model: nn.Module, options: Mapping[str, Any], optimizer: str = "adam
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {"tile": "auto", **options, "tokens": tokens, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
-        return make_plan(model, trained_with, given, machine=machine, **how)
+        return plan_for(model, trained_with, given, ranks, machine=machine, **how)
 
     return make
 
 
 def gains(
-    make: Make, made: Plan, machine: Machine | None, tokens: int, disks: int
+    make: Make, made: Plan, machine: Machine | None, tokens: int, disks: int, ranks: int = 1
 ) -> dict[str, float]:
-    """Step times, in seconds, of the same plan with a little more of something; ``disks``: that the
-    plan is for."""
+    """Step times, in seconds, of the same plan with a little more of something; ``disks`` and
+    ``ranks``: that the plan is for.  With several ranks only larger batches are tried."""
     detail = made.detail
     if made.step_s is None or detail.layout is None or detail.budgets is None:
         return {}
@@ -65,8 +68,14 @@ def gains(
         if other.step_s is not None:
             found[name] = other.step_s
 
-    keep(MORE_HOST, make(machine, tokens, {**fixed, "host_memory": detail.budgets.host + GIB}))
-    if detail.rates is not None and detail.rates.disk_read_bytes_s and made.disk_bytes:
+    if ranks == 1:
+        keep(MORE_HOST, make(machine, tokens, {**fixed, "host_memory": detail.budgets.host + GIB}))
+    if (
+        ranks == 1
+        and detail.rates is not None
+        and detail.rates.disk_read_bytes_s
+        and made.disk_bytes
+    ):
         rates = _with_disk(detail.rates, disks)
         if machine is None:
             keep(MORE_DISKS, make(None, tokens, {**fixed, "rates": rates}))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..planning.partition import partition
-from ..planning.unit_discovery import FoundUnit, find_units
+from ..planning.unit_discovery import units_to_shard
 from ..private import torch_private
 from ..ranks.filling import leave_on_meta, memory_of
 from ..ranks.fsdp_private import sharded_modules
@@ -87,18 +87,13 @@ def joined(device: str | None) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def is_block(found: FoundUnit) -> bool:
-    """Whether a unit is one of several alike: what ``fully_shard`` is called on."""
-    return found.name.rpartition(".")[2].isdigit()
-
-
 def sharded(model: nn.Module, ranks: Ranks, device: str | None, *, filled: bool) -> nn.Module:
     """A model on ``meta``, sharded by FSDP2, block by block.
 
     ``filled``: its weights come from elsewhere.  Else it is initialised unit by unit, as ``wrap``
     does it on one rank, from the same random numbers; a rank keeps its rows.
     """
-    blocks = [found.module for found in find_units(model) if is_block(found)]
+    blocks = [found.module for found in units_to_shard(model)]
     values = {} if filled else _initial(model, ranks)
     for block in blocks:
         fully_shard(block)
