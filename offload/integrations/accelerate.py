@@ -1,6 +1,14 @@
 """``accelerate`` loops whose models and optimizers are wrapped.
 
-Use ``OffloadAccelerator`` in place of ``accelerate.Accelerator``, and wrap before ``prepare``::
+Use ``OffloadAccelerator`` in place of ``accelerate.Accelerator``, with the options of ``wrap``::
+
+    accelerator = OffloadAccelerator(overspill={"nvme": "/scratch/run"})
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+``prepare`` then wraps the model: with one process before it is prepared, and with several after
+accelerate has sharded it by FSDP2 or put it into ``DistributedDataParallel``.
+
+With one process, models can also be wrapped before ``prepare``::
 
     accelerator = OffloadAccelerator()
     optimizer = overspill.wrap(
@@ -19,17 +27,19 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.accelerator import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_model
 from torch import nn
 
 from ..api import wrap as wrap
+from ..config import OffloadConfig
 from ..durable.files import is_of_weights, write_safetensors, write_torch
 from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
@@ -54,8 +64,39 @@ class OffloadAccelerator(Accelerator):
 
     ``prepare`` places everything else as usual.  If any model is wrapped, ``save_state`` and
     ``load_state`` write and read the usual files tensor by tensor; see the functions below.  The
-    names in the files are those of the model without ``torch.compile``.
+    names in the files are those of the model without ``torch.compile``.  Models on several ranks
+    have accelerate's own files.
     """
+
+    def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """
+        Args:
+            overspill: options of ``wrap``, which ``prepare`` calls; ``None``: it wraps nothing.
+                ``durable`` is off by default.
+
+        Raises:
+            TypeError, ValueError: an option is unknown, or has an invalid value.
+        """
+        self._overspill = None if overspill is None else {"durable": False, **overspill}
+        OffloadConfig(**(self._overspill or {}))  # raises before anything is prepared
+        super().__init__(*args, **more)
+
+    def prepare(self, *args: Any, **more: Any) -> Any:
+        """Prepare as accelerate does, and wrap a model with its optimizer, if options were given.
+
+        Raises:
+            ValueError: there are options, and several models, or several optimizers.
+        """
+        kinds = [isinstance(each, torch.optim.Optimizer) for each in args]
+        if self._overspill is None or not any(kinds):
+            return super().prepare(*args, **more)
+        model, optimizer = _one_of_each(args, torch.optim.Optimizer)
+        if self.num_processes > 1:
+            prepared = super().prepare(*args, **more)
+            wrap_prepared(prepared, self._overspill)
+            return prepared
+        made = wrap(model, optimizer, **self._overspill)
+        return super().prepare(*(made if each is optimizer else each for each in args), **more)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -90,6 +131,35 @@ class OffloadAccelerator(Accelerator):
 
     def _any_wrapped(self) -> bool:
         return any(_engine_over(_plain(self, each)) is not None for each in self._models)
+
+
+def wrap_prepared(prepared: Sequence[Any], options: Mapping[str, Any]) -> OffloadedOptimizer:
+    """Wrap the model of a rank after accelerate has prepared it for several, and let accelerate's
+    optimizer step what ``wrap`` returns.
+
+    Args:
+        prepared: what ``prepare`` has returned, with one model and one optimizer.
+        options: of ``wrap``.
+
+    Raises:
+        ValueError: there is not one of each.
+    """
+    model, accelerated = _one_of_each(prepared, AcceleratedOptimizer)
+    made: OffloadedOptimizer = wrap(model, accelerated.optimizer, **options)
+    accelerated.optimizer = made
+    return made
+
+
+def _one_of_each(given: Sequence[Any], kind: type[Any]) -> tuple[nn.Module, Any]:
+    """Return the only model and the only optimizer of this class."""
+    models = [each for each in given if isinstance(each, nn.Module)]
+    optimizers = [each for each in given if isinstance(each, kind)]
+    if len(models) != 1 or len(optimizers) != 1:
+        raise ValueError(
+            f"overspill= wraps one model with one optimizer, and {len(models)} and "
+            f"{len(optimizers)} are prepared together; call overspill.wrap before prepare instead"
+        )
+    return models[0], optimizers[0]
 
 
 def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: Any) -> str:

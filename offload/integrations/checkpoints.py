@@ -13,6 +13,9 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..state.weight_files import INDEX
 
@@ -139,3 +142,21 @@ def _of_torch(file: Path) -> str | None:
     if start.startswith(b"PK") and not zipfile.is_zipfile(file):  # its directory is at the end
         return "is cut off"
     return None if any(start) else "begins with zeros, as after a power cut"
+
+
+class LazyStateDict(dict[str, torch.Tensor]):
+    """A state dict of a wrapped model in which each value is read when it is asked for: of a large
+    model, adapters take a few."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.state_dict(keep_vars=True))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with torch.no_grad():
+            return super().__getitem__(name).clone()
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)

@@ -29,7 +29,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,9 +48,10 @@ from ..errors import LifecycleError
 from ..io_engine.atomic_files import remove_abandoned, replacing, replacing_folder, write_bytes
 from ..optimizer import OffloadedOptimizer
 from ..state.hub_names import is_of_transformers
-from .checkpoints import newest_complete, problem_of
+from .checkpoints import LazyStateDict, newest_complete, problem_of
 from .defaults import OptionsBlock, default_options
 from .repeating import Repeating
+from .trainer_ranks import OverRanks
 
 log = logging.getLogger("overspill")
 ADAPTER = "adapter_model.safetensors"
@@ -71,12 +72,13 @@ _AS_ADAMW: dict[str, str] = {
 }
 
 
-class _Offloaded(Repeating):
+class _Offloaded(OverRanks, Repeating):
     """Mixed in before a trainer's own class."""
 
     model: Any
     args: Any
     lr_scheduler: Any
+    optimizer: Any
     _in_init: ExitStack | None
 
     def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
@@ -107,7 +109,8 @@ class _Offloaded(Repeating):
             "fp16_full_eval": args.fp16_full_eval,
             "bf16_full_eval": args.bf16_full_eval,
             "deepspeed": args.deepspeed,
-            "fsdp": args.fsdp,
+            "fsdp of version 1 (set fsdp_config={'version': 2})": args.fsdp
+            and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
             "more than one GPU in one process (set CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
             "auto_find_batch_size": args.auto_find_batch_size,
             f"max_grad_norm={args.max_grad_norm} under update='backward', which leaves no gradient "
@@ -121,7 +124,9 @@ class _Offloaded(Repeating):
     # -- what is wrapped, and when --------------------------------------------------------------
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Do nothing: the engine moves the weights to the device, unit by unit."""
+        """Do nothing on one rank: the engine moves the weights to the device, unit by unit."""
+        if self._over_ranks:
+            super()._move_model_to_device(model, device)
 
     def call_model_init(self, trial: Any = None) -> Any:
         if self._offloaded is not None:  # for another model than this
@@ -133,22 +138,32 @@ class _Offloaded(Repeating):
         return super().call_model_init(trial)
 
     def create_optimizer(self, *args: Any, **more: Any) -> torch.optim.Optimizer:
+        if self._over_ranks:
+            return self._plain_optimizer(self._options, *args, **more)
         if self._offloaded is None:
-            options, theirs = self._options_for(), self.optimizer_cls_and_kwargs
-            try:
-                self.optimizer_cls_and_kwargs = self._as_adamw(options) or theirs
-                inner = super().create_optimizer(*args, **more)
-            finally:
-                self.optimizer_cls_and_kwargs = theirs
+            options = self._options_for()
+            inner = self._plain_optimizer(options, *args, **more)
             self._others = self._other_models()
-            models = {"model": self.model, **self._others}
-            if not self._others:
-                self._offloaded = self.optimizer = wrap(self.model, inner, **options)
-            else:
+            if self._others:
+                models = {"model": self.model, **self._others}
                 options |= _for_several(options, models)
                 log.info("overspill: wrapping %s together", " and ".join(models))
                 self._offloaded = self.optimizer = wrap(models, inner, **options)
+            else:
+                self._offloaded = self.optimizer = wrap(self.model, inner, **options)
         return self._offloaded
+
+    def _plain_optimizer(
+        self, options: dict[str, Any], *args: Any, **more: Any
+    ) -> torch.optim.Optimizer:
+        """Return the trainer's own optimizer; ``options`` may get another format of moments."""
+        theirs = self.optimizer_cls_and_kwargs
+        try:
+            self.optimizer_cls_and_kwargs = self._as_adamw(options) or theirs
+            made: torch.optim.Optimizer = super().create_optimizer(*args, **more)
+            return made
+        finally:
+            self.optimizer_cls_and_kwargs = theirs
 
     def _other_models(self) -> dict[str, torch.nn.Module]:
         """Return models that the trainer has besides the one that it trains, by attribute."""
@@ -185,6 +200,8 @@ class _Offloaded(Repeating):
     def _options_for(self) -> dict[str, Any]:
         micro_steps = self.args.gradient_accumulation_steps
         own = {"device": self.args.device, "accumulate": micro_steps, "durable": False}
+        if self._over_ranks:  # casts are accelerate's
+            return {**own, **self._options}
         options = {"loss": "auto", "tile": "auto", **own, **self._options}
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if self.args.bf16 and "precision" not in options and trained == {torch.float32}:
@@ -201,13 +218,14 @@ class _Offloaded(Repeating):
             return super()._prepare_for_training(*args, **more)
 
     def evaluation_loop(self, *args: Any, **more: Any) -> Any:
-        self.create_optimizer()
+        if not self._over_ranks:
+            self.create_optimizer()
         with self._in_place():
             return super().evaluation_loop(*args, **more)
 
-    def _in_place(self) -> _Unplaced:
+    def _in_place(self) -> AbstractContextManager[None]:
         """Inside, accelerate moves neither the model nor the optimizer's state anywhere."""
-        return _Unplaced(self.accelerator)
+        return nullcontext() if self._over_ranks else _Unplaced(self.accelerator)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -257,7 +275,7 @@ class _Offloaded(Repeating):
     def _save_whole(self, folder: Path) -> None:
         """Write the model, with all that belongs to it, to a draft folder."""
         if not is_of_transformers(self.model) or _has_adapters(self.model):
-            return super()._save(str(folder), _Lazily(self.model))
+            return super()._save(str(folder), LazyStateDict(self.model))
         super()._save(str(folder), {})  # all but the weights
         for file in WEIGHTS:
             (folder / file).unlink(missing_ok=True)
@@ -279,7 +297,7 @@ class _Offloaded(Repeating):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if _has_adapters(self.model) and (folder / ADAPTER).is_file():
+        if self._own_adapters and (folder / ADAPTER).is_file():
             return _load_adapter(self.model, folder / ADAPTER)
         if not self._loads_itself(folder):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -290,7 +308,7 @@ class _Offloaded(Repeating):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is not None and _has_adapters(self.model) and (Path(best) / ADAPTER).is_file():
+        if best is not None and self._own_adapters and (Path(best) / ADAPTER).is_file():
             return _load_adapter(self.model, Path(best) / ADAPTER)
         if best is None or not self._loads_itself(Path(best)):
             return super()._load_best_model()
@@ -301,10 +319,15 @@ class _Offloaded(Repeating):
     def _loads_itself(self, folder: Path) -> bool:
         """Whether a folder has the whole model, and not an adapter, in files that are read tensor
         by tensor."""
-        return is_of_transformers(self.model) and any((folder / name).is_file() for name in WEIGHTS)
+        own = is_of_transformers(self.model) and not self._over_ranks
+        return own and any((folder / name).is_file() for name in WEIGHTS)
+
+    @property
+    def _own_adapters(self) -> bool:
+        return _has_adapters(self.model) and not self._over_ranks
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._offloaded is None:
+        if checkpoint is None or self._offloaded is None or self._over_ranks:
             return super()._load_optimizer_and_scheduler(checkpoint)
         folder = Path(checkpoint)
         if (folder / OPTIMIZER_NAME).is_file() and (folder / SCHEDULER_NAME).is_file():
@@ -389,8 +412,8 @@ def _load_adapter(model: Any, file: Path) -> None:
 
     tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
     found: Any = set_peft_model_state_dict(model, tensors, adapter_name=model.active_adapters()[0])
-    if found.unexpected_keys:
-        raise ValueError(f"{file} does not match the model: it has {found.unexpected_keys[0]}")
+    if strange := found.unexpected_keys:
+        raise ValueError(f"{file} does not match the model: it has {strange[0]}")
 
 
 def _for_several(
@@ -410,7 +433,7 @@ def _for_several(
     return found
 
 
-class _Unplaced:
+class _Unplaced(AbstractContextManager[None]):
     """A block in which an accelerator places nothing."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -422,24 +445,6 @@ class _Unplaced:
 
     def __exit__(self, *_: object) -> None:
         self._accelerator.device_placement = self._before
-
-
-class _Lazily(dict[str, torch.Tensor]):
-    """A state dict of a wrapped model in which each value is read when it is asked for: of a large
-    model, adapters take a few."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.state_dict(keep_vars=True))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with torch.no_grad():
-            return super().__getitem__(name).clone()
-
-    def items(self) -> Any:
-        return ((name, self[name]) for name in self)
-
-    def values(self) -> Any:
-        return (self[name] for name in self)
 
 
 @functools.cache

@@ -1,0 +1,189 @@
+"""Trainers and accelerate's loops on several ranks: the losses of the frameworks alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import overspill
+from overspill.integrations.accelerate import OffloadAccelerator
+from overspill.integrations.transformers import OverspillTrainer
+
+from .spawned import RATES, VOCABULARY, adamw, net, spawn
+
+LAYER = "LlamaDecoderLayer"
+OPTIONS: dict[str, Any] = {"device": "sim", "host_memory": "1GiB", "rates": RATES}
+TIGHT: dict[str, Any] = {**OPTIONS, "device_memory": "100KiB", "activations": "recompute"}
+
+
+def join(rank: int, size: int, port: int) -> None:
+    """What torchrun sets."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(size),
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def sharding(layer: str, monkeypatch: Any = None) -> None:
+    """accelerate shards on GPUs alone; this lets it do so on CPUs."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=[layer],
+    )  # fmt: skip
+    for kind in (Accelerator, AcceleratorState):
+        kind.distributed_type = property(  # type: ignore[method-assign,assignment]
+            lambda self: DistributedType.FSDP, lambda self, value: None
+        )
+        kind.is_fsdp2 = property(lambda self: True)  # type: ignore[method-assign,assignment]
+    AcceleratorState.fsdp_plugin = property(  # type: ignore[attr-defined]
+        lambda self: plugin, lambda self, value: None
+    )
+
+
+# -- accelerate -----------------------------------------------------------------------------------
+
+
+def batches(rank: int, size: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (24, 9), generator=drawn)
+    return [each for number, each in enumerate(tokens.split(2)) if number % size == rank]
+
+
+def loop(accelerator: Any, rank: int, size: int, folder: Path | None = None) -> list[float]:
+    """A loop as accelerate's documentation has it, with accumulation, clipping and a schedule."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    losses = []
+    for tokens in batches(rank, size):
+        with accelerator.accumulate(model):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if folder is not None:
+        accelerator.save_state(str(folder))
+        after = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        accelerator.load_state(str(folder))
+        for p, kept in zip(model.parameters(), after, strict=True):
+            assert torch.equal(_local(p), _local(kept))
+    return losses
+
+
+def _local(p: Any) -> torch.Tensor:
+    found: torch.Tensor = p.to_local() if hasattr(p, "to_local") else p
+    return found.detach()
+
+
+def accelerates(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
+    join(rank, size, port)
+    if shards:
+        sharding("Block")
+    given: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2}
+    expected = loop(Accelerator(**given), rank, size)
+    options = {**TIGHT, "device_memory": "160KiB"} if shards else OPTIONS
+    accelerator = OffloadAccelerator(**given, overspill=options)
+    assert accelerator.is_fsdp2 == shards
+    assert loop(accelerator, rank, size, folder / "state") == pytest.approx(expected, rel=5e-6)
+    (model,) = accelerator._models[-1:]
+    assert isinstance(model, FSDPModule) == shards
+    with pytest.raises(ValueError, match=r"call overspill\.wrap before prepare"):
+        two = net(), net()
+        OffloadAccelerator(**given, overspill=options).prepare(*two, adamw(two[0]))
+    with pytest.raises(TypeError, match="strange"):
+        OffloadAccelerator(**given, overspill={"strange": 1})
+
+
+# -- transformers ---------------------------------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, VOCABULARY, (8,), generator=drawn)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def arguments(folder: Path, shards: bool, **more: Any) -> TrainingArguments:
+    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "version": 2, "transformer_layer_cls_to_wrap": [LAYER],
+    }}  # fmt: skip
+    return TrainingArguments(**{
+        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 6,
+        "logging_steps": 1, "report_to": [], "save_steps": 3, "disable_tqdm": True,
+        "eval_strategy": "steps", "eval_steps": 3, **(sharded if shards else {}), **more,
+    })  # fmt: skip
+
+
+def history(trainer: Trainer) -> list[float]:
+    keys = ("loss", "grad_norm", "eval_loss")
+    return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+
+
+def trains(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
+    join(rank, size, port)
+    if shards:
+        sharding(LAYER)
+    data: dict[str, Any] = {"train_dataset": Rows(), "eval_dataset": Rows()}
+    plain = Trainer(llama(), arguments(folder / "plain", shards), **data)
+    plain.train()
+    options = TIGHT if shards else OPTIONS
+    trainer = OverspillTrainer(
+        llama(), arguments(folder / "ours", shards), **data, overspill=options
+    )  # type: ignore[call-arg]
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, overspill.OffloadedOptimizer)
+    assert history(trainer) == pytest.approx(history(plain), rel=2e-4)
+    again = OverspillTrainer(llama(), arguments(folder / "ours", shards), **data, overspill=options)  # type: ignore[call-arg]
+    again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-3"))
+    assert history(again)[-3:] == pytest.approx(history(trainer)[-3:], rel=1e-6)
+    trainer.save_model(str(folder / "model"))
+    if rank == 0 and not shards:
+        kept = LlamaForCausalLM.from_pretrained(folder / "model")
+        for p, own in zip(kept.parameters(), trainer.model.parameters(), strict=True):
+            assert torch.equal(p, own.detach())
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("work", [accelerates, trains])
+def test_losses_are_the_framework_s(work: Callable[..., Any], shards: bool, tmp_path: Path) -> None:
+    spawn(2, work, tmp_path, free_port(), shards)
