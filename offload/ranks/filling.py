@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -27,16 +27,19 @@ def memory_of(device: torch.device | str | None) -> torch.device:
 
 def leave_on_meta(
     model: nn.Module, parts: Sequence[ShardedModule], device: torch.device | str | None
-) -> None:
+) -> frozenset[int]:
     """Let parameters on ``meta`` report ``device`` while their shards have no memory.
 
     Buffers get memory there; those on ``meta`` have arbitrary contents.
+
+    Returns:
+        The ids of these parameters.
     """
-    there = memory_of(device)
-    for each in parts:
-        for shard in each.shards:
-            if shard.param.is_meta:
-                shard.put(shard.local, there)
+    there, left = memory_of(device), set[int]()
+    for shard in (shard for each in parts for shard in each.shards):
+        if shard.param.is_meta:
+            left.add(id(shard.param))
+            shard.put(shard.local, there)
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -44,23 +47,28 @@ def leave_on_meta(
                 at = torch.empty_like(buffer, device=there) if buffer.is_meta else buffer.to(there)
                 moved[id(buffer)] = at
             setattr(module, name, moved[id(buffer)])
+    return frozenset(left)
 
 
-def draw_adapters(model: nn.Module, shards: Shards, world: World) -> None:
+def draw_adapters(
+    model: nn.Module, shards: Shards, without_values: Container[int], world: World
+) -> None:
     """Draw the first values of peft's adapters on ``meta``, the same on all ranks.
 
     Each rank draws them whole, as on one device, from the first rank's random numbers, and keeps
     its rows.
 
+    Args:
+        without_values: ids of the parameters on ``meta``.
+
     Raises:
         OffloadError: they have an initialisation that is not known.
     """
-    empty = {id(s.param): s for s in (*shards.shards, *shards.empty) if s.local.is_meta}
     added = adapter_parameters(model)
     places = [
         (module, name, p) for module in model.modules()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in empty and p in added
+        if id(p) in without_values and p in added
     ]  # fmt: skip
     if not places:
         return

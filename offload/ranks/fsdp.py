@@ -33,6 +33,8 @@ class FullySharded:
         """
         self.model, self.held = model, (model,)
         self.parts: list[ShardedModule] = []
+        # Ids of parameters that were on ``meta``.
+        self.without_values = frozenset[int]()
         self._host_policy = HostPolicy(model)
         try:
             if self._host_policy.device is not None:
@@ -44,7 +46,7 @@ class FullySharded:
                 )
             self.parts = sharded_modules(model)
             if filled:
-                leave_on_meta(model, self.parts, device)
+                self.without_values = leave_on_meta(model, self.parts, device)
             _refuse(model, self.parts)
         except BaseException:
             self.give_back()
@@ -55,9 +57,11 @@ class FullySharded:
 
     def give_back(self) -> None:
         """Restore FSDP2's own policy; shards that got no values are on ``meta`` again."""
-        for shard in (shard for each in self.parts for shard in each.shards):
-            if shard.local.is_meta:
-                shard.put(shard.local, torch.device("meta"))
+        shards = [shard for each in self.parts for shard in each.shards]
+        if any(shard.local.is_meta for shard in shards):
+            for shard in shards:
+                if id(shard.param) in self.without_values:
+                    shard.put(shard.local, torch.device("meta"))
         self._host_policy.restore()
 
 

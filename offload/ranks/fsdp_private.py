@@ -414,6 +414,8 @@ def _move(of: Any, device: torch.device) -> None:
 
 def _put(of: Any, memory: torch.Tensor, device: torch.device) -> None:
     p: nn.Parameter = of.sharded_param
+    if not memory.numel():  # no engine takes it over
+        memory = torch.empty_like(memory, device=device)
     # A tensor without memory of its own, on the device that the parameter is to report.
     seen = torch.empty((), dtype=memory.dtype, device=device).expand(memory.shape)
     made = DTensor(seen, p._spec, requires_grad=p.requires_grad)  # type: ignore[attr-defined,call-arg]
@@ -424,7 +426,7 @@ def _put(of: Any, memory: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(p, made)
     flat = memory.reshape(-1)
     if not memory.numel():  # FSDP2 gathers padding from a rank without rows
-        flat = memory.new_zeros(of.padded_sharded_param_size, device=device).view(-1)
+        flat = memory.new_zeros(of.padded_sharded_param_size).view(-1)
     of._sharded_param_data = flat
 
 

@@ -105,7 +105,8 @@ class Sharding:
 
     def draw_adapters(self) -> None:
         """Draw the first values of peft's adapters on ``meta``; see ``filling.draw_adapters``."""
-        draw_adapters(self.model, self.shards, self.world)
+        if isinstance(self._way, FullySharded):
+            draw_adapters(self.model, self.shards, self._way.without_values, self.world)
 
     def release(self, *, broken: bool = False) -> None:
         """Stop communication with the other ranks.
