@@ -1,0 +1,112 @@
+"""Ranks killed at any time, with streamed shards: the run goes on, bit for bit, on other ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+
+from .spawned import PATIENCE_S, RATES, Started, adamw, folder_of, loss_of, sharded, spawn, whole
+
+STEPS = 400
+SIZES = (1, 2, 4)  # powers of two: gradients that are the same on all ranks keep their bits
+DEVICE = 160 * 1024
+Weights = dict[str, torch.Tensor]
+
+
+def options(size: int) -> dict[str, Any]:
+    return {
+        "device": "sim", "device_memory": DEVICE // size, "host_memory": "600KiB", "rates": RATES,
+        "activations": "recompute",
+    }  # fmt: skip
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    loss_of(model, number, 0).backward()  # every rank has the same batch
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def uninterrupted(rank: int, size: int, until: int) -> list[Weights]:
+    model = sharded()
+    found = []
+    with overspill.wrap(
+        model, adamw(model), device="cpu", host_memory="1GiB", rates=RATES
+    ) as optimizer:
+        for number in range(until):
+            found.append(whole(model))
+            step(model, optimizer, number)
+    return found
+
+
+def goes_on(rank: int, size: int, before: Path | None, folder: Path, until: int) -> tuple[int, Any]:
+    """Trains from the last commit until the end, or until it is killed; what it began with."""
+    model = sharded()
+    if before is None:
+        optimizer = overspill.wrap(model, adamw(model), nvme=folder, **options(size))
+    else:
+        optimizer, _ = overspill.resume(model, before, adamw(model), nvme=folder, **options(size))
+    first = optimizer._engine.step_count
+    begins = whole(model)
+    layout = optimizer.plan.detail.layout
+    assert layout is not None and not all(home.resident for home in layout.homes)
+    torch.save((first, begins), folder / f"began-{rank}.pt")
+    with optimizer:
+        for number in range(first, until):
+            step(model, optimizer, number)
+    return first, begins
+
+
+def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
+    drawn = random.Random(seed)
+    expected = spawn(1, uninterrupted, STEPS)[0]
+    before: Path | None = None
+    reached = done = resumed = 0
+    for number in range(10 * kills):
+        size, folder = drawn.choice(SIZES), folder_of(tmp_path / f"{number}")
+        ranks = Started(size, goes_on, before, folder, STEPS)
+        try:
+            until = time.monotonic() + PATIENCE_S
+            while not all((folder / f"began-{rank}.pt").exists() for rank in range(size)):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            time.sleep(drawn.uniform(0, 0.8))
+            ranks.kill(drawn.randrange(size))
+            answers = ranks.answers()
+        finally:
+            ranks.end()
+        assert not all(ok for ok, _ in answers), "it was killed"
+        began = [torch.load(folder / f"began-{rank}.pt") for rank in range(size)]
+        steps = {first for first, _ in began}
+        assert len(steps) == 1, f"ranks went on from steps {steps}"
+        (first,) = steps
+        assert first >= reached, "a committed step was lost"
+        for _, weights in began:
+            for name, value in weights.items():
+                assert torch.equal(value, expected[first][name]), (number, first, name)
+        done, resumed = done + 1, resumed + (before is not None)
+        reached = first
+        # Killed before its first commit: the run goes on from where it was.
+        if any((each / "overspill.store").exists() for each in folder.glob("rank-*")):
+            before = folder
+        if reached > STEPS - 100:
+            before, reached = None, 0
+        if done == kills:
+            break
+    assert resumed >= kills // 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, seed: int) -> None:
+    kill_and_resume(tmp_path, 20, seed)
+
+
+def test_a_few_kills(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, 2, 7)
