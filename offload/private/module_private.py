@@ -69,10 +69,15 @@ def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
 
 def own_classes(module: torch.nn.Module) -> list[type]:
     """Return the class of a module and its bases, without the class that ``fully_shard`` makes."""
-    classes = list(type(module).__mro__)
-    if not classes[0].__module__.startswith(_FSDP):
-        return classes
-    return [cls for cls in classes[1:] if cls.__module__ != "torch.distributed.fsdp"]
+    made, *classes = type(module).__mro__
+    if not any(map(_is_of_fsdp, classes)):
+        return [made, *classes]
+    return [cls for cls in classes if not _is_of_fsdp(cls)]
+
+
+def _is_of_fsdp(cls: type) -> bool:
+    """Return whether a class is ``FSDPModule``, which need not be imported."""
+    return (cls.__module__, cls.__name__) == ("torch.distributed.fsdp", "FSDPModule")
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..private import torch_private
+from ..private import module_private, torch_private
 from ..state.adapters import adapter_parameters, begin_adapters
+from ..state.importing import open_weights
+from ..state.unmanaged import require_buffers
 from .fsdp_private import ShardedModule
 from .parts import rows_in
 from .shards import Shards
@@ -30,11 +33,21 @@ def leave_on_meta(
 ) -> frozenset[int]:
     """Let parameters on ``meta`` report ``device`` while their shards have no memory.
 
-    Buffers get memory there; those on ``meta`` have arbitrary contents.
+    Buffers get memory there; persistent ones on ``meta`` have arbitrary contents.
 
     Returns:
-        The ids of these parameters.
+        The ids of these parameters, and of these buffers.
+
+    Raises:
+        OffloadError: a buffer is on ``meta`` that is not persistent, so that no file has it.
     """
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if module_private.is_persistent(module, name)
+    }
+    require_buffers(model, persistent)
     there, left = memory_of(device), set[int]()
     for shard in (shard for each in parts for shard in each.shards):
         if shard.param.is_meta:
@@ -46,8 +59,25 @@ def leave_on_meta(
             if id(buffer) not in moved:
                 at = torch.empty_like(buffer, device=there) if buffer.is_meta else buffer.to(there)
                 moved[id(buffer)] = at
+            if buffer.is_meta:
+                left.add(id(moved[id(buffer)]))
             setattr(module, name, moved[id(buffer)])
     return frozenset(left)
+
+
+def require_files_of_buffers(
+    model: nn.Module, without_values: Container[int], weights: Path | Mapping[str, Path]
+) -> None:
+    """Require that files have the buffers that were on ``meta``.
+
+    Raises:
+        ValueError: they lack one.
+    """
+    lacking = [name for name, buffer in model.named_buffers() if id(buffer) in without_values]
+    files = open_weights(weights, model) if lacking else None
+    for name in lacking:
+        if files is not None and files.shape(name) is None:
+            raise ValueError(f"weights: {files.path} lacks {name}, which is on meta")
 
 
 def draw_adapters(

@@ -33,7 +33,7 @@ class FullySharded:
         """
         self.model, self.held = model, (model,)
         self.parts: list[ShardedModule] = []
-        # Ids of parameters that were on ``meta``.
+        # Ids of parameters and buffers that were on ``meta``.
         self.without_values = frozenset[int]()
         self._host_policy = HostPolicy(model)
         try:
@@ -62,6 +62,10 @@ class FullySharded:
             for shard in shards:
                 if id(shard.param) in self.without_values:
                     shard.put(shard.local, torch.device("meta"))
+            for module in self.model.modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    if id(buffer) in self.without_values:
+                        setattr(module, name, buffer.to("meta"))
         self._host_policy.restore()
 
 

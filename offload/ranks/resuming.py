@@ -177,7 +177,8 @@ def _others(
             stop = start + rows_in(p)
             rows[shard.name] = p, start, stop
             # Uses new memory: the model's own is kept until all ranks have an engine.
-            torch_private.become(p, source.weight(shard.name, start, stop).to(p.device))
+            there = "cpu" if p.is_meta else p.device
+            torch_private.become(p, source.weight(shard.name, start, stop).to(there))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one

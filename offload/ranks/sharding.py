@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from ..errors import LifecycleError, RankError
 from ..facts.rates import Rates
 from ..model_marks import MADE, ModelMarks, hold
 from ..movement.accelerators.make import make_accelerator
-from ..optim.averaged import DECAY
 from ..optim.joint import JointOptimizer
 from ..optim.registry import rules_for
 from ..optim.rule import is_whole
@@ -33,7 +33,7 @@ from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
-from .filling import draw_adapters
+from .filling import draw_adapters, require_files_of_buffers
 from .fsdp import FullySharded
 from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
@@ -103,10 +103,17 @@ class Sharding:
         refuse_options(config)
         self._way.refuse(config)
 
-    def draw_adapters(self) -> None:
-        """Draw the first values of peft's adapters on ``meta``; see ``filling.draw_adapters``."""
+    def fill(self, weights: Path | Mapping[str, Path]) -> None:
+        """Prepare what is on ``meta`` for the engine, which reads the shards' weights from files.
+
+        Raises:
+            ValueError: the files lack a buffer.
+            OffloadError: adapters have an initialisation that is not known.
+        """
         if isinstance(self._way, FullySharded):
-            draw_adapters(self.model, self.shards, self._way.without_values, self.world)
+            left = self._way.without_values
+            require_files_of_buffers(self.model, left, weights)
+            draw_adapters(self.model, self.shards, left, self.world)
 
     def release(self, *, broken: bool = False) -> None:
         """Stop communication with the other ranks.
@@ -230,10 +237,7 @@ class Sharding:
 
         Raises:
             ValueError: it has a parameter that is not in the model.
-            OffloadError: it keeps an average, which only works on one rank.
         """
-        if any(DECAY in group for group in optimizer.param_groups):
-            raise RankError("overspill.ema supports one rank only")
         known = {id(piece.param) for part in self._parts for piece in part.shards}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
@@ -361,7 +365,7 @@ def wrapped_shards(
     def bring(sharding: Sharding) -> SpreadOptimizer:
         sharding.refuse(config)
         if config.weights is not None:
-            sharding.draw_adapters()
+            sharding.fill(config.weights)
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)

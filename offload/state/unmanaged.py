@@ -113,8 +113,17 @@ def require_values(model: nn.Module, initialised: Container[int]) -> None:
                 "(outside of overspill.empty_init() or torch.device('meta')), or name files that "
                 "have it in weights="
             )
+    require_buffers(model)
+
+
+def require_buffers(model: nn.Module, known: Container[str] = ()) -> None:
+    """Raise if a buffer is on ``meta``; ``known``: names of those that will get their values.
+
+    Raises:
+        OffloadError: a buffer is.
+    """
     for name, buffer in model.named_buffers():
-        if buffer.is_meta:
+        if buffer.is_meta and name not in known:
             raise ModelError(
                 f"buffer {name!r} is on meta, and no file holds its values (it is not persistent); "
                 "build the model inside overspill.empty_init(), where buffers have memory, instead "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,19 @@ class Checkpointing(Net):
             x = checkpoint(layer, x, use_reentrant=False)
         found: torch.Tensor = self.head(x)
         return found
+
+
+class Abstract(Net):
+    """Its layers have a metaclass, with which FSDP2 makes classes of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.__class__ = _AbstractBlock
+
+
+class _AbstractBlock(Block, abc.ABC):
+    pass
 
 
 def of_fsdp(kind: Callable[[], nn.Module], **options: Any) -> nn.Module:
@@ -174,7 +188,8 @@ def streams_all(rank: int, size: int, folder: Path) -> None:
 
 def recomputes(rank: int, size: int, folder: Path) -> None:
     """A unit's forward runs once more in backward, and what it would keep is not held."""
-    for make in (sharded, lambda: DistributedDataParallel(net())):
+    abstract = partial(of_fsdp, Abstract)
+    for make in (sharded, lambda: DistributedDataParallel(net()), abstract):
         model: Any = make()
         inner = getattr(model, "module", model)
         runs: list[bool] = []

@@ -190,6 +190,10 @@ def empty() -> nn.Module:
 
 def refused_files(rank: int, size: int, folder: Path) -> None:
     """After an error the model is on meta, as before, and can be wrapped with the right files."""
+    with torch.device("meta"):
+        model = spread(adapted(LlamaForCausalLM(base().config).to(torch.bfloat16)))
+    with pytest.raises(overspill.OffloadError, match="it is not persistent"):
+        wrapped(model, weights=folder / "base")
     model = spread(empty())
     with pytest.raises(ValueError, match="does not match the model"):
         wrapped(model, weights=folder / "other")
@@ -251,7 +255,7 @@ def begins(rank: int, size: int, folder: Path, form: str) -> dict[str, torch.Ten
 
 
 def goes_on(rank: int, size: int, folder: Path, form: str) -> dict[str, torch.Tensor]:
-    model = spread(adapted(base()))
+    model = spread(empty() if form == "int8" else adapted(base()))  # values are in the store
     optimizer, _ = overspill.resume(
         model, folder, optimizer_of(model), device="sim", host_memory="1GiB", rates=RATES
     )
