@@ -369,10 +369,18 @@ class Bridge:
 
     def after_rollback(self) -> None:
         """Drop edits and gradients, and reshard gathered weights."""
+        self.after_exchange()
+        self.after_step()
+
+    def before_exchange(self) -> None:
+        """Take edits before weights and averages are exchanged."""
+        self.take_edits()
+
+    def after_exchange(self) -> None:
+        """Drop what was known of other weights, and reshard those that are gathered."""
         self._lent.clear()
         self._accept()
         self._copied.clear()
-        self.after_step()
         for each in self._modules:
             each.spread()
 

@@ -271,6 +271,16 @@ class ReplicaBridge:
             replica.param.grad = None
         self.begin()
 
+    def before_exchange(self) -> None:
+        """Take edits before weights and averages are exchanged, after which they are gathered."""
+        self.arrive_all()
+        self.take_edits()
+        self.owe()
+
+    def after_exchange(self) -> None:
+        """Begin to gather what the weights are now."""
+        self.begin()
+
     @property
     def failed(self) -> bool:
         """Whether a round has failed."""

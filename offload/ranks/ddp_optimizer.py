@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..engine import Engine
 from ..errors import OptimizerStateError
@@ -102,6 +103,12 @@ class ReplicatedOptimizer(SpreadOptimizer):
         super().__init__(engine, inner, bridge, shards, holder)
         self._bridge, self._world = bridge, world
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
+
+    def _whole_of(
+        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        replica = next(each for each in self._bridge.replicas if each.name == name)
+        return _whole(replica, rows, dtype, self._world)
 
     def _state(self) -> dict[str, Any]:  # whole: every rank must call it and have memory for it
         self._world.together("optimizer.state_dict()")

@@ -19,6 +19,7 @@ from ..errors import GradientError, LifecycleError, OffloadError, OptimizerState
 from ..optimizer import OffloadedOptimizer
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
+from ..state.averages import Averaged
 from ..state.lazy_state import LazyState
 from .fsdp_private import Shard
 from .parts import LocalShard
@@ -46,6 +47,12 @@ class AroundSteps(Protocol):
 
     def after_rollback(self) -> None:
         """Handle the end of a rollback: weights are those of the last commit, without gradients."""
+
+    def before_exchange(self) -> None:
+        """Prepare to exchange weights and averages."""
+
+    def after_exchange(self) -> None:
+        """Handle the end of an exchange."""
 
 
 class Holder(Protocol):
@@ -123,6 +130,7 @@ class SpreadOptimizer(OffloadedOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(engine, inner)
         self._steps, self._holder = steps, holder
+        self._local_shards = list(zip(shards.shards, shards.local, strict=True))
         whole = [p for group in inner.param_groups for p in group["params"]]
         by_id: dict[int, LocalShard] = {id(s.param): s for s in shards.shards}
         # By number in the whole model's state dict: the shards that have rows on this rank, and
@@ -291,6 +299,45 @@ class SpreadOptimizer(OffloadedOptimizer):
         """Return the parameter that holds the weight which the model shows as ``p``."""
         return p
 
+    # -- averages -------------------------------------------------------------------------------
+
+    def averaged(self) -> Averaged:
+        """Compute with the averages instead of the weights; every rank must use the block.
+
+        See ``OffloadedOptimizer.averaged``.
+        """
+        return _SpreadAveraged(self._engine.averaged(), self._steps, self._holder.model)
+
+    def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the whole averages; every rank must take all of them.
+
+        See ``OffloadedOptimizer.named_averages``.
+        """
+        self._engine.require_average()
+        index = {id(p): number for number, p in enumerate(self._engine.parameters)}
+        local = {s.name: index[id(p)] for s, p in self._local_shards}
+        for name, p in self._holder.model.named_parameters():
+            mine = self._engine.average(local[name]) if name in local else None
+            dtype = self._holder.world.gathered(None if mine is None else mine.dtype)[0]
+            assert dtype is not None, "the first rank has rows of every parameter"
+            yield name, self._whole_of(name, p, mine, dtype)
+
+    def _whole_of(
+        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a whole tensor of a parameter, on the CPU, from the rows of all ranks."""
+        raise NotImplementedError
+
+    def save_average(self, path: str | Path) -> None:
+        """Raise: one rank writes files of whole weights.
+
+        Raises:
+            OffloadError: always.
+        """
+        raise RankError(
+            "save_average is for one rank; write what optimizer.named_averages() yields instead"
+        )
+
     def give_back(self) -> None:
         """Unwrap the model: it is ordinary again, spread as before, with its trained weights.
 
@@ -325,6 +372,31 @@ class SpreadOptimizer(OffloadedOptimizer):
             self._holder.release(broken=self._broken)
 
 
+class _SpreadAveraged(Averaged):
+    """A block in which a model that is spread over ranks computes with its averages."""
+
+    def __init__(self, of_shards: Averaged, steps: AroundSteps, model: nn.Module) -> None:
+        self._of_shards, self._steps, self._whole = of_shards, steps, model
+
+    def __enter__(self) -> nn.Module:
+        self._of_shards.require()
+        self._steps.before_exchange()
+        self._of_shards.__enter__()
+        self._steps.after_exchange()
+        return self._whole
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._steps.before_exchange()
+        self._of_shards.__exit__(kind, error, trace)
+        self._steps.after_exchange()
+
+    def __del__(self) -> None:
+        """Leave the end to ``_of_shards``."""
+
+
 class ShardedOptimizer(SpreadOptimizer):
     """The optimizer of a model that FSDP2 has sharded; parameters and state are ``DTensor``s."""
 
@@ -342,6 +414,15 @@ class ShardedOptimizer(SpreadOptimizer):
     def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
         shard = self._by_name.get(name)  # ``p`` may be gathered, and in another dtype
         return p if shard is None else shard.param
+
+    def _whole_of(
+        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        shard = self._by_name[name]
+        mine = torch.empty(shard.local.shape, dtype=dtype) if rows is None else rows
+        whole: Any = shard.like_whole(mine)
+        found: torch.Tensor = whole.full_tensor()
+        return found.cpu()
 
     def _state(self) -> dict[str, Any]:  # has ``DTensor``s; every rank must call it
         found = self._engine.state_dict()["state"]

@@ -191,9 +191,17 @@ class Averaged:
         """
         self._averages, self._require, self._model = averages, require, model
 
-    def __enter__(self) -> nn.Module:
+    def require(self) -> None:
+        """Raise unless averages are kept and the model can be used.
+
+        Raises:
+            OffloadError: it is not so.
+        """
         self._averages.require_kept()
         self._require()
+
+    def __enter__(self) -> nn.Module:
+        self.require()
         self._block = object()
         self._averages.begin(self._block)
         return self._model

@@ -74,7 +74,7 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
         try:
             until = time.monotonic() + PATIENCE_S
             while not all((folder / f"began-{rank}.pt").exists() for rank in range(size)):
-                assert time.monotonic() < until
+                assert time.monotonic() < until, ranks.answers()
                 time.sleep(0.01)
             time.sleep(drawn.uniform(0, 0.8))
             ranks.kill(drawn.randrange(size))

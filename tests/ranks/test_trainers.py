@@ -176,6 +176,12 @@ def trains(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
     again = OverspillTrainer(llama(), arguments(folder / "ours", shards), **data, overspill=options)  # type: ignore[call-arg]
     again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-3"))
     assert history(again)[-3:] == pytest.approx(history(trainer)[-3:], rel=1e-6)
+    if shards:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        plugin.fsdp_version = 1
+        with pytest.raises(ValueError, match=r"set fsdp_config=\{'version': 2\}"):
+            OverspillTrainer(llama(), arguments(folder / "old", shards), **data)
+        plugin.fsdp_version = 2
     trainer.save_model(str(folder / "model"))
     if rank == 0 and not shards:
         kept = LlamaForCausalLM.from_pretrained(folder / "model")

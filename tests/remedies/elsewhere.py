@@ -13,6 +13,18 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/sharding.py", "they have their weights where they are; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
+    ("offload/integrations/accelerate.py", "call overspill.wrap before prepare instead"): (
+        "tests/ranks/test_trainers.py::test_losses_are_the_framework_s"
+    ),
+    ("offload/integrations/transformers.py", "set fsdp_config={'version': 2}"): (
+        "tests/ranks/test_trainers.py::test_losses_are_the_framework_s"
+    ),
+    ("offload/ranks/planned.py", "give tokens= instead"): (
+        "tests/ranks/test_planned.py::test_what_cannot_be_planned"
+    ),
+    ("offload/ranks/spread_optimizers.py", "write what optimizer.named_averages() yields"): (
+        "tests/ranks/test_averages.py::test_averages_are_torch_s"
+    ),
     ("offload/ranks/ddp.py", "shard the model with fully_shard instead, or leave it out"): (
         "tests/ranks/test_ddp.py::test_ddp"
     ),
