@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.ranks.stores import find_run
 
 from .spawned import PATIENCE_S, RATES, Started, adamw, folder_of, loss_of, sharded, spawn, whole
 
@@ -63,6 +64,14 @@ def goes_on(rank: int, size: int, before: Path | None, folder: Path, until: int)
     return first, begins
 
 
+def committed(folder: Path) -> bool:
+    """Whether all ranks have made a commit there."""
+    try:
+        return find_run([folder]) is not None
+    except overspill.IoError:
+        return False
+
+
 def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     drawn = random.Random(seed)
     expected = spawn(1, uninterrupted, STEPS)[0]
@@ -92,8 +101,7 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
                 assert torch.equal(value, expected[first][name]), (number, first, name)
         done, resumed = done + 1, resumed + (before is not None)
         reached = first
-        # Killed before its first commit: the run goes on from where it was.
-        if any((each / "overspill.store").exists() for each in folder.glob("rank-*")):
+        if committed(folder):  # else it was killed before, and goes on from where it was
             before = folder
         if reached > STEPS - 100:
             before, reached = None, 0
