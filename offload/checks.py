@@ -96,7 +96,10 @@ def check_modules(model: nn.Module) -> None:
             raise LifecycleError(f"module {name!r} is wrapped already; unwrap it first")
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise ModelError(f"{kind} is not supported: overspill trains on one device")
+            raise ModelError(
+                f"{kind} is not supported inside of a model: overspill trains models under "
+                "fully_shard (FSDP2), and models inside of DistributedDataParallel"
+            )
     _check_adapted(model)
     for name, wrapper in peft_private.wrappers(model):
         found = peft_private.adapted(wrapper)

@@ -157,7 +157,8 @@ def _one_of_each(given: Sequence[Any], kind: type[Any]) -> tuple[nn.Module, Any]
     if len(models) != 1 or len(optimizers) != 1:
         raise ValueError(
             f"overspill= wraps one model with one optimizer, and {len(models)} and "
-            f"{len(optimizers)} are prepared together; call overspill.wrap before prepare instead"
+            f"{len(optimizers)} are prepared together; prepare one of each in one call, or, on one "
+            "rank, call overspill.wrap before prepare instead"
         )
     return models[0], optimizers[0]
 

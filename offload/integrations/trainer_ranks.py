@@ -1,4 +1,4 @@
-"""Trainers on several ranks: the model is wrapped once accelerate has spread it."""
+"""Trainers on several ranks: the model is wrapped once accelerate has prepared it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class OverRanks(Trainer):
         """Whether several ranks train the model, by FSDP2 or ``DistributedDataParallel``."""
         return bool(self.args.world_size > 1)
 
+    @property
+    def _is_fsdp1(self) -> bool:
+        """Whether accelerate would shard the model by ``FullyShardedDataParallel``."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        return plugin is not None and getattr(plugin, "fsdp_version", 1) == 1
+
     def _options_for(self) -> dict[str, Any]:
         """Return the options of ``wrap``."""
         raise NotImplementedError
@@ -48,7 +54,7 @@ class OverRanks(Trainer):
             return super()._save_optimizer_and_scheduler(output_dir)
         kept: Any = self.optimizer
         try:
-            # Of replicas every rank has a part of the state, and sends it; one of them writes.
+            # Each rank has a part of the state. All collect it; one rank writes it.
             self.optimizer = _Collected(kept.state_dict())  # type: ignore[assignment]
             super()._save_optimizer_and_scheduler(output_dir)
         finally:

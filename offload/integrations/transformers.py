@@ -109,8 +109,7 @@ class _Offloaded(OverRanks, Repeating):
             "fp16_full_eval": args.fp16_full_eval,
             "bf16_full_eval": args.bf16_full_eval,
             "deepspeed": args.deepspeed,
-            "fsdp of version 1 (set fsdp_config={'version': 2})": args.fsdp
-            and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
+            "FSDP of version 1 (set --fsdp-version 2)": self._is_fsdp1,
             "more than one GPU in one process (set CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
             "auto_find_batch_size": args.auto_find_batch_size,
             f"max_grad_norm={args.max_grad_norm} under update='backward', which leaves no gradient "

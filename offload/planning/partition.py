@@ -28,7 +28,7 @@ from .products import (
 )
 from .reached_modules import reached_modules
 from .stand_ins import parameters_named, received_bytes, running
-from .unit_discovery import FoundUnit, find_units, unit_parameters
+from .unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
 
@@ -244,7 +244,7 @@ def partition(
         gathered, reduced = (
             sum(sent.get(id(p), 0) for _, _, p in each) for each in ((*trained, *frozen), trained)
         )
-        again = 0 if ran.direct_only else gathered  # FSDP2's root keeps its weights until backward
+        again = 0 if ran.name == ROOT else gathered  # FSDP2's root keeps its weights until backward
         received.append((gathered, again + reduced))
     return Partition(
         _with_reached(units, of_units, owner),

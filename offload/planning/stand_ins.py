@@ -1,7 +1,7 @@
-"""Models that hold a rank's shards of another model, as planning sees them.
+"""Stand-in models: a rank's shards as planning sees them.
 
-Placement, state and budgets are about the shards. Compute, activations and what kind of module has
-a weight are about the whole model, which is run.
+Placement, state and budgets use the shards. Compute and activations use the whole model, which is
+the one that runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StandInModel(nn.Module):
 
 
 def received_bytes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, int]:
-    """Return by id of a parameter what a rank receives from the others to have it whole.
+    """Return, by id of a parameter, the bytes that a rank receives to gather it.
 
     It is empty if every rank has all weights.
 

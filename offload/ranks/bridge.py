@@ -258,7 +258,7 @@ class Bridge:
                 self._shards[number].lay_over(outer.weight(index))
 
     def _take_off(self) -> None:
-        """End what ``lay_over`` began: the slots of these units can be used for others again."""
+        """Undo ``lay_over``, so that the slots of these units can be used again."""
         while self._laid:
             self._shards[self._laid.pop()].lay_over(None)
 

@@ -33,7 +33,8 @@ def leave_on_meta(
 ) -> frozenset[int]:
     """Let parameters on ``meta`` report ``device`` while their shards have no memory.
 
-    Buffers get memory there; persistent ones on ``meta`` have arbitrary contents.
+    Buffers get memory there. Persistent ones that were on ``meta`` stay uninitialised until the
+    files are read.
 
     Returns:
         The ids of these parameters, and of these buffers.

@@ -250,7 +250,8 @@ class ShardedModule:
         mine = {id(shard.param) for shard in self.shards}
         whole = len(self.modules) == 1 and inside == mine
         own = frozenset() if whole else frozenset(shard.param for shard in self.shards)
-        return FoundUnit(self.name or ROOT, self.module, not whole, own)
+        module = self.module if len(self.modules) == 1 else nn.ModuleList(self.modules)
+        return FoundUnit(self.name or ROOT, module, not whole, own)
 
     @property
     def process_groups(self) -> Iterator[dist.ProcessGroup]:

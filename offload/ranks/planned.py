@@ -1,4 +1,4 @@
-"""Plans of models that FSDP2 will shard over several ranks, which need not run."""
+"""Plans of one rank of a model under FSDP2, without starting ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import OffloadConfig
+from ..config import OffloadConfig, parse_size
 from ..facts.machine import Machine
 from ..movement.accelerators.make import make_accelerator
 from ..open_engines import untaken
@@ -32,10 +32,11 @@ def plan_of_rank(
     """Return the plan of one of ``ranks`` that share a machine; see ``plan``.
 
     Each of them has a device of its own, and an equal part of host memory, disks and processors.
-    The first one is planned, which has the most rows.
+    The plan is that of rank 0, which has the most rows.
 
     Raises:
         ValueError: an option is not possible for a sharded model.
+        TypeError: the optimizer is not.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
@@ -61,6 +62,7 @@ def plan_of_rank(
             model, trained, config, accelerator, remeasure=bool(how.pop("measure", False))
         )
         there = accelerator.device if accelerator.has_device_memory else None
+        config = _leaving(config, gathered_bytes(shards, config.weight_dtype))
         if machine is not None and machine.host_memory is not None:
             whole = machine_budgets(config, machine)
         else:
@@ -71,7 +73,7 @@ def plan_of_rank(
     rates = rates_of_rank(given.rates, ranks, 1 / ranks, on_cpu=there is None)
     if machine is not None:
         machine = replace(machine, rates=rates)
-    mine = {"rates": rates, "leave": 0, **_share(whole, config, shards, ranks)}
+    mine = {"rates": rates, "leave": 0, **_share(whole, ranks)}
     local = None if optimizer is None else _optimizer_over(shards, optimizer)
     return make_plan(shards, local, {**options, **mine, "units": shards.units}, machine=machine,
                      **how)  # fmt: skip
@@ -90,15 +92,23 @@ def _optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.o
     return mine
 
 
-def _share(whole: Budgets, config: OffloadConfig, shards: Shards, ranks: int) -> dict[str, int]:
+def _leaving(config: OffloadConfig, gathered: int) -> OffloadConfig:
+    """Return options that leave device memory to FSDP2, if they do not give the budget in bytes."""
+    if parse_size(config.device_memory, "device_memory").nbytes is not None:
+        return config
+    leave = {"device": config.left_bytes("device") + gathered}
+    if host := config.left_bytes("host"):
+        leave["host"] = host
+    return replace(config, leave=leave)
+
+
+def _share(whole: Budgets, ranks: int) -> dict[str, int]:
     """Return a rank's budgets, as options."""
     found = {"host_memory": whole.host // ranks}
     if whole.nvme is not None:
         found["nvme_memory"] = whole.nvme // ranks
     if whole.device is not None:
-        auto = config.device_memory == "auto"  # other budgets do not include what FSDP2 gathers
-        gathers = gathered_bytes(shards, config.weight_dtype) if auto else 0
-        found["device_memory"] = max(0, whole.device - gathers)
+        found["device_memory"] = whole.device
     return found
 
 

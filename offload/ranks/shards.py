@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..planning.stand_ins import StandIn, StandInModel
+from ..planning.unit_discovery import ROOT as UNIT_OF_MODEL
 from ..private import module_private
 from .parts import LocalShard, SpreadModule
 
@@ -137,14 +138,14 @@ class ShardGroup(dict[str, Any]):
 
 
 def gathered_bytes(shards: Shards, dtype: torch.dtype | None = None) -> int:
-    """Return about the device memory that FSDP2 itself takes for weights and gradients.
+    """Estimate the device memory that FSDP2 uses for gathered weights and gradients.
 
-    The root's stay gathered. Of two other modules at a time, the weights of one are used, and those
-    of the next are in the message that arrived and are copied out of it; and gradients of one are
-    whole, and are copied into a message.
+    The root stays gathered. For the largest other module, count its weights three times (in use,
+    the receive buffer of the next module, and the copy out of it) and its gradients twice (whole,
+    and the input of the reduce-scatter).
 
     Args:
-        dtype: of all weights; ``None``: each keeps its own.
+        dtype: of all weights; ``None``: each parameter's own.
     """
     sizes = [(0, 0)]  # by module: weights and gradients
     for node in shards.children():
@@ -155,7 +156,7 @@ def gathered_bytes(shards: Shards, dtype: torch.dtype | None = None) -> int:
             weights = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole)
             trained = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole if p.requires_grad)
             sizes.append((weights, trained))
-            if node.runs.direct_only:
+            if node.runs.name == UNIT_OF_MODEL:
                 sizes[0] = sizes.pop()
     (root, root_grads), *others = sizes
     largest = max((weights for weights, _ in others), default=0)

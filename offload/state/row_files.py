@@ -1,4 +1,4 @@
-"""Files of whole tensors, of which a rank reads its rows."""
+"""Weight files of which a rank reads only its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .weight_files import InFiles, QuantisedInFiles, TensorFiles, cut_runs, read
 
 
 class RowFiles:
-    """``TensorFiles`` of which some tensors are a range of the rows of those in ``files``."""
+    """A view of ``TensorFiles`` that limits some tensors to a range of rows."""
 
     def __init__(self, files: TensorFiles, rows: Mapping[str, tuple[int, int]]) -> None:
         """

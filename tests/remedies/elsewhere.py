@@ -13,12 +13,13 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/sharding.py", "they have their weights where they are; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
     ),
-    ("offload/integrations/accelerate.py", "call overspill.wrap before prepare instead"): (
+    ("offload/integrations/accelerate.py", "prepare one of each in one call, or"): (
         "tests/ranks/test_trainers.py::test_losses_are_the_framework_s"
     ),
-    ("offload/integrations/transformers.py", "set fsdp_config={'version': 2}"): (
-        "tests/ranks/test_trainers.py::test_losses_are_the_framework_s"
-    ),
+    (
+        "offload/integrations/transformers.py",
+        "set --fsdp-version 2",
+    ): ("tests/ranks/test_trainers.py::test_losses_are_the_framework_s"),
     ("offload/ranks/planned.py", "give tokens= instead"): (
         "tests/ranks/test_planned.py::test_what_cannot_be_planned"
     ),
