@@ -190,9 +190,9 @@ def _refuse_parts(modules: Mapping[str, nn.Module], named: Iterable[str]) -> Non
 def units_to_shard(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
     """Return the units on which ``fully_shard`` is to be called, before the model itself.
 
-    These are blocks, embeddings, and those that are named, unless they share a parameter with other
-    modules. The rest is gathered with the model: FSDP2 keeps it from forward to backward, when a
-    loss that is computed in chunks uses the head.
+    These are blocks, embeddings and named units, unless they share a parameter with other modules.
+    The rest is gathered with the model: FSDP2 keeps it from forward to backward, when a loss that
+    is computed in chunks uses the head.
     """
     shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 

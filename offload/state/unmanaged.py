@@ -117,7 +117,7 @@ def require_values(model: nn.Module, initialised: Container[int]) -> None:
 
 
 def require_buffers(model: nn.Module, known: Container[str] = ()) -> None:
-    """Raise if a buffer is on ``meta``; ``known``: names of those that will get their values.
+    """Raise if a buffer is on ``meta``; ``known``: names of buffers whose values will be loaded.
 
     Raises:
         OffloadError: a buffer is.
