@@ -82,7 +82,7 @@ def require_files_of_buffers(
 
 
 def draw_adapters(
-    model: nn.Module, shards: Shards, without_values: Container[int], world: World
+    model: nn.Module, shards: Shards, without_values: Container[int], shard_rank: int, world: World
 ) -> None:
     """Draw the first values of peft's adapters on ``meta``, the same on all ranks.
 
@@ -91,6 +91,7 @@ def draw_adapters(
 
     Args:
         without_values: ids of the parameters on ``meta``.
+        shard_rank: see ``Sharding``.
 
     Raises:
         OffloadError: they have an initialisation that is not known.
@@ -118,5 +119,5 @@ def draw_adapters(
             torch.set_rng_state(before)
     for shard, local in zip(shards.shards, shards.local, strict=True):
         if (value := whole.get(id(shard.param))) is not None:
-            first = shard.first_row(world.rank)
+            first = shard.first_row(shard_rank)
             torch_private.become(local, value.detach()[first : first + rows_in(local)].clone())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..config import OffloadConfig
 from ..errors import ModelError
 from .filling import leave_on_meta
-from .fsdp_private import HostPolicy, ShardedModule, sharded_modules
+from .fsdp_private import HostPolicy, ShardedModule, ranks_of, sharded_modules
 
 log = logging.getLogger("overspill")
 
@@ -52,8 +51,25 @@ class FullySharded:
             self.give_back()
             raise
 
+    @property
+    def shard_rank(self) -> int:
+        """This rank's number among those that have other rows."""
+        return next(iter(self.parts[0].shard_ranks))[0]
+
+    @property
+    def shard_size(self) -> int:
+        """The number of these ranks."""
+        return next(iter(self.parts[0].shard_ranks))[1]
+
     def refuse(self, config: OffloadConfig) -> None:
-        """Accept all options that ``refuse_options`` accepts."""
+        """Refuse commits of replicated shards; see ``ParallelStrategy``."""
+        if self.shard_size < len(ranks_of(self.model) or ()) and (
+            config.nvme is not None and config.durable
+        ):
+            raise ValueError(
+                "commits are not supported for shards that are replicated (HSDP): pass "
+                "durable=False, and save with torch.distributed.checkpoint"
+            )
 
     def give_back(self) -> None:
         """Restore FSDP2's own policy; shards that got no values are on ``meta`` again."""
@@ -82,23 +98,22 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
                 f"parameter {name!r} is on meta; pass weights= (safetensors, or a Hugging Face "
                 "folder), or model.to_empty(device=...) and initialise it first"
             )
-    if any(each.replicates for each in modules):
-        raise ModelError(
-            "fully_shard with a mesh of two dimensions (HSDP, tensor parallelism) is not "
-            "supported: several ranks would update one shard; use a mesh of one dimension"
-        )
-    ranks = {
-        tuple(dist.get_process_group_ranks(g)) for each in modules for g in each.process_groups
-    }
-    if len(ranks) > 1:
+    ranks = {str(mesh.mesh.tolist()) for each in modules for mesh in each.meshes}
+    if len(ranks) > 1 or len({each for part in modules for each in part.shard_ranks}) > 1:
         raise ModelError(
             "modules are sharded over different ranks (several meshes), which is not supported; "
             "call fully_shard on all of them with one mesh"
         )
+    (mesh,) = modules[0].meshes
+    order = mesh.mesh.flatten().tolist()
+    if order != sorted(order):
+        raise ModelError(
+            f"the ranks of the mesh are not in ascending order ({order}), which is not supported"
+        )
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor)
-        if p.placements != (Shard(0),):
+        if p.placements not in ((Shard(0),), (Replicate(), Shard(0))):
             raise ModelError(
                 f"parameter {name!r} is sharded as {p.placements}, and not by its rows; leave "
-                "shard_placement_fn out"
+                "shard_placement_fn out (tensor parallelism is not supported either)"
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -254,15 +254,15 @@ class ShardedModule:
         return FoundUnit(self.name or ROOT, module, not whole, own)
 
     @property
-    def process_groups(self) -> Iterator[dist.ProcessGroup]:
-        """The ranks that share each of its groups of parameters."""
-        for group in self._groups:
-            yield group.mesh_info.shard_process_group
+    def meshes(self) -> set[DeviceMesh]:
+        """The meshes over which its groups of parameters are sharded, and maybe replicated."""
+        return {group.mesh_info.mesh for group in self._groups}
 
     @property
-    def replicates(self) -> bool:
-        """Whether shards are also replicated (a mesh of two dimensions)."""
-        return any(group.mesh_info.mesh.ndim != 1 for group in self._groups)
+    def shard_ranks(self) -> set[tuple[int, int]]:
+        """This rank's number among those that share the shards of a group, and how many these
+        are."""
+        return {(i.shard_mesh_rank, i.shard_mesh_size) for i in (g.mesh_info for g in self._groups)}
 
     def spread(self) -> None:
         """Reshard the module's parameters, so that the next use gathers them again.
@@ -438,13 +438,13 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that share the model's first group of parameters; ``None`` without
-    groups."""
+def ranks_of(model: nn.Module) -> list[int] | None:
+    """Return the ranks among which the model's first group of parameters is sharded, and maybe
+    replicated; ``None`` without groups."""
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return next(
-        (group.mesh_info.shard_process_group for m in modules for group in _groups_of(m)), None
-    )
+    meshes = (group.mesh_info.mesh for m in modules for group in _groups_of(m))
+    found = next(meshes, None)
+    return None if found is None else found.mesh.flatten().tolist()
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:

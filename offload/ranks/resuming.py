@@ -173,7 +173,7 @@ def _others(
         _require_like(source, sharding.model, optimizer, config)
         rows = {}
         for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
-            start = shard.first_row(world.rank)
+            start = shard.first_row(sharding.shard_rank)
             stop = start + rows_in(p)
             rows[shard.name] = p, start, stop
             # Uses new memory: the model's own is kept until all ranks have an engine.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +57,7 @@ class Sharding:
         model: the model whose parameter names are used in stores.
         world: the ranks.
         shards: this rank's part, as a model of its own.
+        shard_rank: this rank's number among those that have other rows.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            sends = isinstance(self._way, FullySharded)
-            ranks = world.size if sends else 1
-            self.shards = Shards(self.model, self._parts, world.rank, ranks=ranks)
+            self.shard_rank, ranks = world.rank, 1  # under DDP every rank has all weights
+            if isinstance(self._way, FullySharded):
+                self.shard_rank, ranks = self._way.shard_rank, self._way.shard_size
+                world.replicas = world.size // ranks
+            self.shards = Shards(self.model, self._parts, self.shard_rank, ranks=ranks)
         except BaseException:
             self._way.give_back()
             raise
@@ -113,7 +117,7 @@ class Sharding:
         if isinstance(self._way, FullySharded):
             left = self._way.without_values
             require_files_of_buffers(self.model, left, weights)
-            draw_adapters(self.model, self.shards, left, self.world)
+            draw_adapters(self.model, self.shards, left, self.shard_rank, self.world)
 
     def release(self, *, broken: bool = False) -> None:
         """Stop communication with the other ranks.
@@ -263,7 +267,11 @@ def on_all_ranks(
     """
     require_initialised()
     replicated = isinstance(model, DistributedDataParallel)
-    ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
+    ranks: Sequence[int] | None
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+    else:
+        ranks = ranks_of(model)
     if ranks is None:
         name = next(name for name, _ in model.named_parameters())
         raise RankError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -114,20 +114,23 @@ class World:
         group: the group for messages of the training thread.
         votes: the votes of the commit thread, on a group of its own.
         cpu_share: this rank's share of the time of the processors that it may use.
+        replicas: how many ranks have each row.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup, *, weights: bool = False) -> None:
+    def __init__(self, ranks: Iterable[int], *, weights: bool = False) -> None:
         """
         Args:
+            ranks: global ranks.
             weights: the ranks will exchange weights.
         """
-        members = tuple(dist.get_process_group_ranks(ranks))
+        members = tuple(sorted(ranks))
+        self.replicas = 1
         self._pair = _Pair.free(members)
         if weights:
             self._pair.weights()
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
         self._lost = False  # whether a ``gathered`` was begun and did not end
-        self.rank, self.size = dist.get_rank(ranks), len(members)
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
         machine = f"{socket.gethostname()}:{_boot()}"
         everyone = self.gathered((machine, allowed_cpus()))
         here = [i for i, (name, _) in enumerate(everyone) if name == machine]
@@ -232,7 +235,7 @@ class World:
         dist.all_gather(found, mine, group=self.group)
         values = [float(each) for each in found]
         finite = all(math.isfinite(each) for each in values)
-        return math.sqrt(math.fsum(values) if finite else math.nan)
+        return math.sqrt(math.fsum(values) / self.replicas if finite else math.nan)
 
     def together(self, what: str) -> None:
         """Block until every rank has come here.

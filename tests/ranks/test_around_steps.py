@@ -258,9 +258,9 @@ def test_ddp(tmp_path: Path) -> None:
 # -- processors -----------------------------------------------------------------------------------
 
 
-def bound_to(rank: int, _size: int, cpus: list[set[int]]) -> None:
+def bound_to(rank: int, size: int, cpus: list[set[int]]) -> None:
     os.sched_setaffinity(0, cpus[rank])
-    world = World(dist.group.WORLD)
+    world = World(range(size))
     own = world.share(overspill.OffloadConfig(device="cpu", host_memory="64MiB"))
     rates = world.rates(overspill.Rates(update_params_s=8e9, disk_read_bytes_s=8e9))
     world.close()

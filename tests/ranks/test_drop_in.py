@@ -215,9 +215,9 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(overspill.OffloadError, match="not sharded"):
         wrapped(model)
     model = net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "shard")))
-    with pytest.raises(overspill.OffloadError, match="two dimensions"):
-        wrapped(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "shard")))
+    with pytest.raises(ValueError, match="pass durable=False"):
+        wrapped(model, nvme=folder_of(folder / "replicated"))
     for options in (
         {"precision": "bf16"}, {"units": ["layers.0"]}, {"loss": "chunked"}, {"tile": ["0"]},
     ):  # fmt: skip

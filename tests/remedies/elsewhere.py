@@ -283,7 +283,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/fsdp.py", "meta; pass weights= (safetensors, or a Hugging Face folder), or"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/ranks/fsdp.py", "shard; use a mesh of one dimension"): (
+    ("offload/ranks/fsdp.py", "durable=False, and save with torch.distributed.checkpoint"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/fsdp.py", "supported; call fully_shard on all of them with one"): (
