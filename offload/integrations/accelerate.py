@@ -150,6 +150,21 @@ def wrap_prepared(prepared: Sequence[Any], options: Mapping[str, Any]) -> Offloa
     return made
 
 
+def keeps_prepared(accelerator: Accelerator, args: Sequence[Any]) -> bool:
+    """Return whether a model of several ranks, or its optimizer, was prepared and wrapped before.
+
+    An accelerator that was emptied (``free_memory``) gets them again, but must not shard again.
+    """
+    optimizers = [each for each in args if isinstance(each, AcceleratedOptimizer)]
+    if not any(isinstance(each.optimizer, OffloadedOptimizer) for each in optimizers):
+        return False
+    for each in args:
+        known = accelerator._models if isinstance(each, nn.Module) else accelerator._optimizers
+        if all(each is not other for other in known):
+            known.append(each)
+    return True
+
+
 def _one_of_each(given: Sequence[Any], kind: type[Any]) -> tuple[nn.Module, Any]:
     """Return the only model and the only optimizer of this class."""
     models = [each for each in given if isinstance(each, nn.Module)]

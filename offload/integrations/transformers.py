@@ -224,7 +224,8 @@ class _Offloaded(OverRanks, Repeating):
 
     def _in_place(self) -> AbstractContextManager[None]:
         """Inside, accelerate moves neither the model nor the optimizer's state anywhere."""
-        return nullcontext() if self._over_ranks else _Unplaced(self.accelerator)
+        places = self._over_ranks and self._offloaded is None  # before it is wrapped
+        return nullcontext() if places else _Unplaced(self.accelerator)
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -54,12 +54,16 @@ class FullySharded:
     @property
     def shard_rank(self) -> int:
         """This rank's number among those that have other rows."""
-        return next(iter(self.parts[0].shard_ranks))[0]
+        return self._shard_rank_of[0]
 
     @property
     def shard_size(self) -> int:
         """The number of these ranks."""
-        return next(iter(self.parts[0].shard_ranks))[1]
+        return self._shard_rank_of[1]
+
+    @property
+    def _shard_rank_of(self) -> tuple[int, int]:
+        return next(each for part in self.parts for each in part.shard_ranks)
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse commits of replicated shards; see ``ParallelStrategy``."""
@@ -98,14 +102,14 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
                 f"parameter {name!r} is on meta; pass weights= (safetensors, or a Hugging Face "
                 "folder), or model.to_empty(device=...) and initialise it first"
             )
-    ranks = {str(mesh.mesh.tolist()) for each in modules for mesh in each.meshes}
-    if len(ranks) > 1 or len({each for part in modules for each in part.shard_ranks}) > 1:
+    meshes = [mesh.mesh for each in modules for mesh in each.meshes]
+    alike = all(torch.equal(mesh, meshes[0]) for mesh in meshes)
+    if not alike or len({each for part in modules for each in part.shard_ranks}) > 1:
         raise ModelError(
             "modules are sharded over different ranks (several meshes), which is not supported; "
             "call fully_shard on all of them with one mesh"
         )
-    (mesh,) = modules[0].meshes
-    order = mesh.mesh.flatten().tolist()
+    order = meshes[0].flatten().tolist()
     if order != sorted(order):
         raise ModelError(
             f"the ranks of the mesh are not in ascending order ({order}), which is not supported"
