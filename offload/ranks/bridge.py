@@ -195,6 +195,7 @@ class Bridge:
         self._renew(number)
         if not looked_at:
             return None
+        self._external_forward.wait_for_commit()
         made = self._external_forward.version(unit)
         if self._lent.get(number, (-1, 0))[0] != made:
             self._lent[number] = made, digest(shard.local)

@@ -12,6 +12,7 @@ from ..grads.gradients import GradientCollector
 from ..params.onloaded_units import OnloadedUnits
 from ..private.handles import Removable
 from ..schedule.ledger import Ledger
+from ..schedule.messages import Until
 from .forward_stack import Inputs
 from .hooks import ModuleHooks
 
@@ -70,6 +71,13 @@ class ExternalForwardAdapter:
         """Wait for the update of a unit whose weights are about to be read."""
         self._loop.require()
         self._loop.catch_up(unit)
+
+    def wait_for_commit(self) -> None:
+        """Wait until no commit saves memory that users may be about to change in place."""
+        executor = self._executor
+        shared = executor.layout.durable and not self.accelerator.has_device_memory
+        if shared and not executor.protocol.open:  # else an edit ends the snapshot
+            executor.protocol.wait(Until.DURABLE)
 
     def version(self, unit: int) -> int:
         """Return how often a unit's weights have changed."""

@@ -45,6 +45,7 @@ def plain(rank: int) -> tuple[dict[str, torch.Tensor], float, float]:
 
 
 def averages(rank: int, size: int, folder: Path) -> None:
+    without_average(rank)
     expected, with_average, with_weights = plain(rank)
     for kind, (make, options) in KINDS.items():
         model, run = make(), folder_of(folder / kind)
@@ -77,7 +78,7 @@ def averages(rank: int, size: int, folder: Path) -> None:
             step(model, again, STEPS, rank)
 
 
-def without_average(rank: int, size: int, folder: Path) -> None:
+def without_average(rank: int) -> None:
     model = sharded()
     with overspill.wrap(
         model, adamw(model), device="cpu", rates=RATES, host_memory="1GiB"
@@ -95,7 +96,3 @@ def without_average(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_averages_are_torch_s(size: int, tmp_path: Path) -> None:
     spawn(size, averages, tmp_path)
-
-
-def test_a_run_without_an_average(tmp_path: Path) -> None:
-    spawn(2, without_average, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +193,12 @@ def trains(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
             assert torch.equal(p, own.detach())
 
 
+def both(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
+    """In one process a rank, which takes long to import the frameworks."""
+    accelerates(rank, size, folder, port, shards)
+    trains(rank, size, folder, port, shards)
+
+
 @pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("work", [accelerates, trains])
-def test_losses_are_the_framework_s(work: Callable[..., Any], shards: bool, tmp_path: Path) -> None:
-    spawn(2, work, tmp_path, free_port(), shards)
+def test_losses_are_the_framework_s(shards: bool, tmp_path: Path) -> None:
+    spawn(2, both, tmp_path, free_port(), shards)

@@ -14,7 +14,7 @@ import overspill
 
 OWN = {
     "wrap": ["model", "optimizer"],
-    "plan": ["model", "optimizer", "machine", "measure", "example"],
+    "plan": ["model", "optimizer", "machine", "ranks", "measure", "example"],
     "resume": ["model", "path", "optimizer"],
 }
 OF_THE_STORE = {"master", "moments", "checksum", "durable"}  # where resume is told nothing
