@@ -78,6 +78,7 @@ def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
         "h2d_bytes_s", "d2h_bytes_s", "h2d_pageable_bytes_s", "d2h_pageable_bytes_s",
         "link_latency_s", "update_params_s", "update_beside_params_s", "device_flops_s",
         "device_update_params_s", "host_flops_s", "device_memory_bytes_s", "device_update_flops_s",
+        "wire_bytes_s",
     }  # fmt: skip
     assert measured.disk_both_bytes_s is not None and measured.disk_both_bytes_s > 1e6
     assert measured.disk_read_bytes_s is not None and measured.disk_read_bytes_s > 1e6
