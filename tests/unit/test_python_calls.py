@@ -20,7 +20,11 @@ class Net(nn.Sequential):
 
 
 def calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The calls of Python functions in this thread, which backward runs in too, in one step."""
+    """The calls of Python functions in this thread, which backward runs in too, in one step.
+
+    The fewest of five steps: a lane that answers late, or garbage of other tests that is collected
+    meanwhile, adds calls to one step and not to all.
+    """
     x, count = torch.ones(4, 64), [0]
 
     def called(_frame: FrameType, event: str, _arg: Any) -> None:
@@ -34,12 +38,16 @@ def calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
     for _ in range(4):  # in the first ones, activations are tracked
         step()
-    sys.setprofile(called)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count[0]
+    each = []
+    for _ in range(5):
+        count[0] = 0
+        sys.setprofile(called)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        each.append(count[0])
+    return min(each)
 
 
 def wrapped_calls(blocks: int, update: Any) -> tuple[int, int]:
@@ -53,8 +61,8 @@ def wrapped_calls(blocks: int, update: Any) -> tuple[int, int]:
         return alone, calls(model, optimizer)
 
 
-# A block has four parameters in two modules.  Measured: 294, 330 and 370, and up to one more if a
-# lane answers late; raise a bound only with a reason.
+# A block has four parameters in two modules.  Measured: 294, 330 and 370; raise a bound only with a
+# reason.
 @pytest.mark.parametrize(
     ("update", "most"), [("step", 298), ("next_forward", 334), ("backward", 374)]
 )
