@@ -86,6 +86,7 @@ def loop(accelerator: Any, rank: int, size: int, folder: Path | None = None) -> 
             losses.append(loss.item())
     if folder is not None:
         accelerator.save_state(str(folder))
+        accelerator.wait_for_everyone()  # under DDP, the first rank writes alone
         after = [p.detach().clone() for p in model.parameters()]
         with torch.no_grad():
             for p in model.parameters():
