@@ -48,7 +48,7 @@ from .planning.fitting import (
     short_for_activations,
 )
 from .planning.packed_pages import with_described_pages, with_pages
-from .planning.partition import Partition, partition, pinned_units
+from .planning.partition import Partition, partition, pinned_units, received_bytes
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.stand_ins import held_parameters, parameters_named, whole_model
@@ -201,7 +201,8 @@ def _workload(
     heads = heads or deferred_heads(whole_model(model))
     logits = not heads or not are_deferred(heads, config.tokens)
     if example is None:
-        return Workload(config.tokens, None, logits, parts.received)
+        received = received_bytes(model, parts, config.weight_dtype)
+        return Workload(config.tokens, None, logits, received)
     new = DeferredHeads((head, lambda: 0) for head in set(heads) - set(deferred_heads(model)))
     try:
         return Workload(config.tokens, profile_step(model, parts, example), logits)

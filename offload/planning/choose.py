@@ -73,7 +73,7 @@ class Workload:
 
     Attributes:
         logits: whether the loss is computed from all logits at once.
-        received: by unit, the bytes that arrive from other ranks; see ``Partition.received``.
+        received: by unit, the bytes that arrive from other ranks; see ``received_bytes``.
     """
 
     tokens: int = 0

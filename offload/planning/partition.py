@@ -27,7 +27,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .stand_ins import parameters_named, received_bytes, running
+from .stand_ins import StandInModel, parameters_named, running
 from .unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
@@ -46,8 +46,6 @@ class Partition:
         unit_of: by parameter index, the unit that owns it.
         external: whether other code than the engine's hooks brings weights to these modules:
             ``parameters`` are shards, which FSDP2 or DDP gathers.
-        received: by unit, the bytes that a rank receives from others in a forward and in a backward
-            of its module; empty with one rank.
     """
 
     units: tuple[Unit, ...]
@@ -55,7 +53,6 @@ class Partition:
     parameters: tuple[nn.Parameter, ...]
     unit_of: tuple[int, ...]
     external: bool = False
-    received: tuple[tuple[int, int], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -205,7 +202,6 @@ def partition(
     all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
     beside = _without_backward(model, all_trained)
     flows = external = False
-    sent, received = received_bytes(model, dtype), list[tuple[int, int]]()
     for item in found:
         ran, learns = running(item), all_trained
         if ran is not item:
@@ -221,7 +217,6 @@ def partition(
                      0, runs=False)
             )  # fmt: skip
             of_units.append(ran)
-            received.append((0, 0))  # with the unit that runs
             comes_with[number] = None
         number, own = len(units), trained or frozen
         owner.update((p, number) for _, _, p in own)
@@ -241,18 +236,12 @@ def partition(
             )
         )  # fmt: skip
         of_units.append(ran)
-        gathered, reduced = (
-            sum(sent.get(id(p), 0) for _, _, p in each) for each in ((*trained, *frozen), trained)
-        )
-        again = 0 if ran.name == ROOT else gathered  # FSDP2's root keeps its weights until backward
-        received.append((gathered, again + reduced))
     return Partition(
         _with_reached(units, of_units, owner),
         tuple(of_units),
         tuple(parameters),
         tuple(owner[p] for p in parameters),
         external,
-        tuple(received) if sent else (),
     )
 
 
@@ -302,6 +291,40 @@ def _with_reached(
         replace(u, shares=(*u.shares, *sorted(shares[u.index] - {u.index, *u.shares})))
         for u in units
     )
+
+
+def received_bytes(
+    model: nn.Module, parts: Partition, dtype: torch.dtype | None
+) -> tuple[tuple[int, int], ...]:
+    """Return, by unit, the bytes that a rank receives from others in a forward and in a backward.
+
+    Both gather the weights of a module, but FSDP2 keeps those of the root between them.  Backward
+    also reduces gradients; it runs from the first unit with trained weights on.
+
+    Args:
+        dtype: of all weights; ``None``: each keeps its own.
+
+    Returns:
+        Empty if the rank has all weights.
+    """
+    if not isinstance(model, StandInModel) or model.ranks == 1:
+        return ()
+    count = len(parts.units)
+    gathered, reduced, flows = [0] * count, [0] * count, False
+    whole = {id(model.local_of.get(id(p))): p for p in model.whole.parameters()}
+    for p, unit, group in zip(parts.parameters, parts.unit_of, parts.groups, strict=True):
+        while not parts.units[unit].runs:  # frozen weights of the next unit
+            unit += 1
+        nbytes = (whole[id(p)].numel() - p.numel()) * (dtype or p.dtype).itemsize
+        gathered[unit] += nbytes
+        reduced[unit] += nbytes * (group is not None)
+    found = list[tuple[int, int]]()
+    for run, item in zip(parts.units, parts.found, strict=True):
+        flows = flows or run.trainable
+        kept = item.name == ROOT or run.forward_only
+        again = gathered[run.index] if flows and not kept else 0
+        found.append((gathered[run.index], again + reduced[run.index]))
+    return tuple(found)
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:

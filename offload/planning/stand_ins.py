@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import nn
 
 from .unit_discovery import FoundUnit, modules_named
@@ -49,23 +48,6 @@ class StandInModel(nn.Module):
         self.ranks = ranks
         self.__dict__["whole"] = whole  # not a submodule
         self.local_of, self.first_row_of = {}, {}
-
-
-def received_bytes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, int]:
-    """Return, by id of a parameter, the bytes that a rank receives to gather it.
-
-    It is empty if every rank has all weights.
-
-    Args:
-        dtype: of all weights; ``None``: each keeps its own.
-    """
-    if not isinstance(model, StandInModel) or model.ranks == 1:
-        return {}
-    pairs = ((p, model.local_of.get(id(p))) for p in model.whole.parameters())
-    return {
-        id(local): (p.numel() - local.numel()) * (dtype or p.dtype).itemsize
-        for p, local in pairs if local is not None
-    }  # fmt: skip
 
 
 def running(found: FoundUnit) -> FoundUnit:
