@@ -47,7 +47,7 @@ from .planning.plan import Plan
 from .private import buffers_private, torch_private
 from .private.handles import Removable
 from .schedule.units import ParamSpec
-from .state.averages import Averaged, Averages
+from .state.averages import AroundExchange, Averaged, Averages
 from .state.coupled_steps import CoupledSteps
 from .state.edits import Edits
 from .state.engine_resources import EngineResources
@@ -424,9 +424,9 @@ class Engine(Closeable):
             self._materializing, self._loop.require_usable, model, given, writeback=writeback
         )
 
-    def averaged(self) -> Averaged:
-        """See ``OffloadedOptimizer.averaged``."""
-        return Averaged(self.state.averages, self._loop.require_usable, self.model)
+    def averaged(self, model: nn.Module, around: AroundExchange | None = None) -> Averaged:
+        """See ``OffloadedOptimizer.averaged`` and ``Averaged``."""
+        return Averaged(self.state.averages, self._loop.require_usable, model, around)
 
     def require_average(self) -> None:
         """Raise ``OffloadError`` unless averages are kept."""

@@ -254,7 +254,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         Raises:
             OffloadError: no average is kept (see ``overspill.ema``), or the model is running.
         """
-        return self._engine.averaged()
+        return self._engine.averaged(self._engine.model)
 
     def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the averages of all weights, in fp32 on the CPU.

@@ -378,7 +378,7 @@ class Bridge:
         self.take_edits()
 
     def after_exchange(self) -> None:
-        """Drop what was known of other weights, and reshard gathered ones."""
+        """Drop what was known of replaced weights, and reshard gathered ones."""
         self._lent.clear()
         self._accept()
         self._copied.clear()

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..engine import Engine
 from ..errors import OptimizerStateError
@@ -104,9 +103,7 @@ class ReplicatedOptimizer(SpreadOptimizer):
         self._bridge, self._world = bridge, world
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
-    def _whole_of(
-        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         replica = next(each for each in self._bridge.replicas if each.name == name)
         return _whole(replica, rows, dtype, self._world)
 

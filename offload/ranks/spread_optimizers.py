@@ -19,7 +19,7 @@ from ..errors import GradientError, LifecycleError, OffloadError, OptimizerState
 from ..optimizer import OffloadedOptimizer
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
-from ..state.averages import Averaged
+from ..state.averages import AroundExchange, Averaged
 from ..state.lazy_state import LazyState
 from .fsdp_private import Shard
 from .parts import LocalShard
@@ -30,7 +30,7 @@ from .world import World
 log = logging.getLogger("overspill")
 
 
-class AroundSteps(Protocol):
+class AroundSteps(AroundExchange, Protocol):
     """Connects the model with its engine around steps and rollbacks."""
 
     def before_step(self) -> None:
@@ -47,12 +47,6 @@ class AroundSteps(Protocol):
 
     def after_rollback(self) -> None:
         """Handle the end of a rollback: weights are those of the last commit, without gradients."""
-
-    def before_exchange(self) -> None:
-        """Prepare to exchange weights and averages."""
-
-    def after_exchange(self) -> None:
-        """Handle the end of an exchange."""
 
 
 class Holder(Protocol):
@@ -306,7 +300,7 @@ class SpreadOptimizer(OffloadedOptimizer):
 
         See ``OffloadedOptimizer.averaged``.
         """
-        return _SpreadAveraged(self._engine.averaged(), self._steps, self._holder.model)
+        return self._engine.averaged(self._holder.model, self._steps)
 
     def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the whole averages; every rank must take all of them.
@@ -316,15 +310,13 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._engine.require_average()
         index = {id(p): number for number, p in enumerate(self._engine.parameters)}
         local = {s.name: index[id(p)] for s, p in self._local_shards}
-        for name, p in self._holder.model.named_parameters():
+        for name, _ in self._holder.model.named_parameters():
             mine = self._engine.average(local[name]) if name in local else None
             dtype = self._holder.world.gathered(None if mine is None else mine.dtype)[0]
             assert dtype is not None, "the first rank has rows of every parameter"
-            yield name, self._whole_of(name, p, mine, dtype)
+            yield name, self._whole_of(name, mine, dtype)
 
-    def _whole_of(
-        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a whole tensor of a parameter, on the CPU, from the rows of all ranks."""
         raise NotImplementedError
 
@@ -372,31 +364,6 @@ class SpreadOptimizer(OffloadedOptimizer):
             self._holder.release(broken=self._broken)
 
 
-class _SpreadAveraged(Averaged):
-    """A block in which a model that is spread over ranks computes with its averages."""
-
-    def __init__(self, of_shards: Averaged, steps: AroundSteps, model: nn.Module) -> None:
-        self._of_shards, self._steps, self._whole = of_shards, steps, model
-
-    def __enter__(self) -> nn.Module:
-        self._of_shards.require()
-        self._steps.before_exchange()
-        self._of_shards.__enter__()
-        self._steps.after_exchange()
-        return self._whole
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self._steps.before_exchange()
-        self._of_shards.__exit__(kind, error, trace)
-        self._steps.after_exchange()
-
-    def __del__(self) -> None:
-        """Leave the end to ``_of_shards``."""
-
-
 class ShardedOptimizer(SpreadOptimizer):
     """The optimizer of a model that FSDP2 has sharded; parameters and state are ``DTensor``s."""
 
@@ -415,9 +382,7 @@ class ShardedOptimizer(SpreadOptimizer):
         shard = self._by_name.get(name)  # ``p`` may be gathered, and in another dtype
         return p if shard is None else shard.param
 
-    def _whole_of(
-        self, name: str, p: nn.Parameter, rows: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         shard = self._by_name[name]
         mine = torch.empty(shard.local.shape, dtype=dtype) if rows is None else rows
         whole: Any = shard.like_whole(mine)

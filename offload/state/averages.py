@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,16 @@ from .param_access import ParamAccess
 # until they are written, and ``_swapped`` the units that are done, so the exchange can be
 # continued.  If the block ends by an exception that cuts off its exit, or by garbage collection,
 # then ``OnloadedUnits.returning`` is set, and the next use of the weights exchanges them back.
+
+
+class AroundExchange(Protocol):
+    """Connects the model with its engine around an exchange of weights and averages."""
+
+    def before_exchange(self) -> None:
+        """Prepare for the exchange."""
+
+    def after_exchange(self) -> None:
+        """Handle the end of the exchange, also where an exception ended it."""
 
 
 class Averages:
@@ -61,6 +71,7 @@ class Averages:
         # The unit being exchanged: its new values, and whether these are the averages.
         self._amid: tuple[int, Mapping[int, Values], bool] | None = None
         self._block: object | None = None  # the block that has begun and has not ended
+        self._around: AroundExchange | None = None
 
     def require_kept(self) -> None:
         """Raise unless averages are kept.
@@ -112,10 +123,14 @@ class Averages:
 
     # -- in the place of weights ----------------------------------------------------------------
 
-    def begin(self, block: object) -> None:
-        """Exchange weights and averages, for a ``block``."""
+    def begin(self, block: object, around: AroundExchange | None) -> None:
+        """Exchange weights and averages, for a ``block``.
+
+        Args:
+            around: told of this exchange and of the one back.
+        """
         self._weights.require_writable({unit for unit, _ in self._chunks})
-        self._block = block
+        self._block, self._around = block, around
         try:
             self._exchange(to_averages=True)
         except BaseException:
@@ -129,7 +144,7 @@ class Averages:
         self.abandon(self._block)
         if not (self._runtime.closed or self._runtime.executor.health.failed):
             self._exchange(to_averages=False)
-        self._block, self._onloaded_units.returning = None, None
+        self._block, self._around, self._onloaded_units.returning = None, None, None
 
     def abandon(self, block: object) -> None:
         """Let the next use of the weights exchange them back, unless the ``block`` has ended."""
@@ -141,18 +156,25 @@ class Averages:
             self.end()
 
     def _exchange(self, *, to_averages: bool) -> None:
-        self._weights.reconcile()
         parts = {unit: [spec.index for _, spec in self._parts.units[unit].params]
                  for unit, _ in self._chunks}  # fmt: skip
-        self._weights.require_writable(parts)
-        with self._edits.of(parts):
-            self._finish()
-            for unit in parts:
-                if (unit in self._swapped) != to_averages:
-                    self._amid = unit, self._both(unit), to_averages
-                    self._finish()
-        self.forget()
-        self._weights.renew()
+        around = self._around
+        if around is not None:
+            around.before_exchange()
+        try:
+            self._weights.reconcile()
+            self._weights.require_writable(parts)
+            with self._edits.of(parts):
+                self._finish()
+                for unit in parts:
+                    if (unit in self._swapped) != to_averages:
+                        self._amid = unit, self._both(unit), to_averages
+                        self._finish()
+            self.forget()
+            self._weights.renew()
+        finally:
+            if around is not None:
+                around.after_exchange()
 
     def _both(self, unit: int) -> dict[int, Values]:
         """Return the exchanged values of a unit, by parameter."""
@@ -184,26 +206,23 @@ class Averaged:
 
     _block: object | None = None  # since before it begins; an exception may interrupt any line
 
-    def __init__(self, averages: Averages, require: Callable[[], None], model: nn.Module) -> None:
+    def __init__(
+        self, averages: Averages, require: Callable[[], None], model: nn.Module,
+        around: AroundExchange | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             require: raises if the model cannot be used.
+            around: told of each exchange.
         """
         self._averages, self._require, self._model = averages, require, model
-
-    def require(self) -> None:
-        """Raise unless averages are kept and the model can be used.
-
-        Raises:
-            OffloadError: it is not so.
-        """
-        self._averages.require_kept()
-        self._require()
+        self._around = around
 
     def __enter__(self) -> nn.Module:
-        self.require()
+        self._averages.require_kept()
+        self._require()
         self._block = object()
-        self._averages.begin(self._block)
+        self._averages.begin(self._block, self._around)
         return self._model
 
     def __exit__(
