@@ -89,7 +89,7 @@ class Sharding:
             self.shard_rank, ranks = world.rank, 1  # under DDP every rank has all weights
             if isinstance(self._way, FullySharded):
                 self.shard_rank, ranks = self._way.shard_rank, self._way.shard_size
-                world.replicas = world.size // ranks
+                world.replicas = self._way.replicas
             self.shards = Shards(self.model, self._parts, self.shard_rank, ranks=ranks)
         except BaseException:
             self._way.give_back()
@@ -161,7 +161,8 @@ class Sharding:
                 warn_not_committed(self.model)
         device = config.device or str(next(self.model.parameters()).device)
         whole = replace(config, device=device)
-        rates = self.world.rates(self._rates(whole, optimizer))
+        measured = self._rates(whole, optimizer)
+        rates = self.world.rates(measured, on_cpu=device == "cpu")
         units = tuple(self.shards.units)
         # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
         stay = ("",) if isinstance(self._way, Replicated) else config.resident

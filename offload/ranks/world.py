@@ -315,17 +315,17 @@ class World:
         mine.mkdir(exist_ok=True)
         return mine
 
-    def rates(self, whole: Rates) -> Rates:
+    def rates(self, whole: Rates, *, on_cpu: bool) -> Rates:
         """See ``rates_of_rank``."""
-        return rates_of_rank(whole, self.local_size, self.cpu_share)
+        return rates_of_rank(whole, self.local_size, self.cpu_share, on_cpu=on_cpu)
 
 
-def rates_of_rank(whole: Rates, ranks: int, cpu_share: float, *, on_cpu: bool = False) -> Rates:
+def rates_of_rank(whole: Rates, ranks: int, cpu_share: float, *, on_cpu: bool) -> Rates:
     """Return the rates of one of a machine's ranks while all of them work.
 
     Args:
         cpu_share: a rank's share of the time of the processors.
-        on_cpu: they compute there, too.
+        on_cpu: forward and backward run on them, too.
     """
     disks = "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s"
     processors = ["update_params_s", "update_beside_params_s", "host_flops_s"]

@@ -262,7 +262,7 @@ def bound_to(rank: int, size: int, cpus: list[set[int]]) -> None:
     os.sched_setaffinity(0, cpus[rank])
     world = World(range(size))
     own = world.share(overspill.OffloadConfig(device="cpu", host_memory="64MiB"))
-    rates = world.rates(overspill.Rates(update_params_s=8e9, disk_read_bytes_s=8e9))
+    rates = world.rates(overspill.Rates(update_params_s=8e9, disk_read_bytes_s=8e9), on_cpu=True)
     world.close()
     expected = 1.0 if cpus[0].isdisjoint(cpus[1]) else 0.5
     assert world.cpu_share == expected
