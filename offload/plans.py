@@ -38,11 +38,7 @@ def make_plan(
     every_update: bool = True,
 ) -> Plan:  # fmt: skip
     """Implement ``plan``; for the last three arguments see ``make_blueprint``."""
-    if machine is not None:
-        options = {"rates": machine.rates, **options}
-        if machine.host_memory is not None:
-            options["device"] = "cpu" if machine.device_memory is None else "sim"
-    config = OffloadConfig.from_options(options)
+    config = OffloadConfig.from_options(options_for(machine, options))
     end_unused()
     if optimizer is None:
         if example is not None:
@@ -61,6 +57,16 @@ def make_plan(
     finally:
         accelerator.close()
         buffers_private.demote(promoted)
+
+
+def options_for(machine: Machine | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the rates of ``machine``, and a device like its own."""
+    found = dict(options)
+    if machine is not None:
+        found = {"rates": machine.rates, **found}
+        if machine.host_memory is not None:
+            found["device"] = "cpu" if machine.device_memory is None else "sim"
+    return found
 
 
 def _measured_case(

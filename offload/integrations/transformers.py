@@ -137,7 +137,7 @@ class _Offloaded(OverRanks, Repeating):
         return super().call_model_init(trial)
 
     def create_optimizer(self, *args: Any, **more: Any) -> torch.optim.Optimizer:
-        if self._over_ranks:
+        if self._over_ranks:  # `_prepare` wraps later, with the moments that this may set
             return self._plain_optimizer(self._options, *args, **more)
         if self._offloaded is None:
             options = self._options_for()

@@ -65,11 +65,14 @@ class FullySharded:
     def _shard_rank_of(self) -> tuple[int, int]:
         return next(each for part in self.parts for each in part.shard_ranks)
 
+    @property
+    def replicas(self) -> int:
+        """How many ranks have each row."""
+        return len(ranks_of(self.model) or ()) // self.shard_size
+
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse commits of replicated shards; see ``ParallelStrategy``."""
-        if self.shard_size < len(ranks_of(self.model) or ()) and (
-            config.nvme is not None and config.durable
-        ):
+        if self.replicas > 1 and config.nvme is not None and config.durable:
             raise ValueError(
                 "commits are not supported for shards that are replicated (HSDP): pass "
                 "durable=False, and save with torch.distributed.checkpoint"

@@ -18,7 +18,7 @@ from ..optim.untrained import NoOptimizer
 from ..planning.budgets import machine_budgets, resolve_budgets
 from ..planning.plan import Budgets, Plan
 from ..planning.unit_discovery import ROOT, FoundUnit, units_to_shard
-from ..plans import calibrated, make_plan
+from ..plans import calibrated, make_plan, options_for
 from .ddp import Replica, ReplicatedModule
 from .sharding import refuse_optimizer, refuse_options
 from .shards import ShardGroup, Shards, gathered_bytes
@@ -42,12 +42,8 @@ def plan_of_rank(
         raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     if how.get("example") is not None:
         raise ValueError("ranks: example= runs the whole model on one device; give tokens= instead")
-    options = dict(options)
+    options = options_for(machine, options)
     units = options.pop("units", None)
-    if machine is not None:
-        options = {"rates": machine.rates, **options}
-        if machine.host_memory is not None:
-            options["device"] = "cpu" if machine.device_memory is None else "sim"
     config = OffloadConfig.from_options(options)
     refuse_options(replace(config, precision=None))  # the model is cast before it is sharded
     if optimizer is None:
