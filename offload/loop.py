@@ -85,9 +85,13 @@ class Loop:
         That is after ``close``, after a failure, in ``materialized`` and ``averaged``, and in a
         thread other than the training thread.
         """
+        self._averages.require_ended()
+        self.require_editable()
+
+    def require_editable(self) -> None:
+        """Raise where ``require_usable`` does, but not in ``averaged``."""
         self._resident_guard.prepared.clear()  # callers may change weights
         self._materializing.require_ended()
-        self._averages.require_ended()
         self._executor.health.check()
         self._trainer.require()
 

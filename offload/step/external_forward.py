@@ -34,6 +34,8 @@ class Usable(Protocol):
 
     def require_usable(self) -> None: ...
 
+    def require_editable(self) -> None: ...
+
     def catch_up(self, unit: int) -> None: ...
 
 
@@ -128,8 +130,8 @@ class ExternalForwardAdapter:
         self._collector.appeared(index, self.parts.parameters[index])
 
     def replace(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Replace weights by these values."""
-        self._loop.require_usable()
+        """Replace weights by these values, or what has their place in ``averaged``."""
+        self._loop.require_editable()
         self._loads.load_all({index: value.clone for index, value in values.items()})
 
     def look_outside(self, look: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -165,9 +167,11 @@ class ExternalForwardAdapter:
         """Whether updates have produced non-finite values on this rank."""
         return bool(self._ledger.spoiled or self._ledger.nonfinite)
 
-    def spread(self, norm: Callable[[float], float]) -> None:
+    def spread(self, norm: Callable[[float], float], copies: Mapping[int, int]) -> None:
         """Combine gradient norms over ranks.
 
-        ``norm`` returns the norm over all ranks, given one rank's sum of squares.
+        Args:
+            norm: returns the norm over all ranks, given one rank's sum of squares.
+            copies: by parameter, how many ranks have the same elements, if more than one has.
         """
-        self._ledger.over_ranks = norm
+        self._ledger.over_ranks, self._ledger.copies = norm, copies
