@@ -87,6 +87,10 @@ class OffloadAccelerator(Accelerator):
         Raises:
             ValueError: there are options, and several models, or several optimizers.
         """
+        if keeps_prepared(self, args):
+            rest = iter(_each(super().prepare(*filter(_is_other, args))))
+            found = tuple(next(rest) if _is_other(each) else each for each in args)
+            return found if len(found) > 1 else found[0]
         kinds = [isinstance(each, torch.optim.Optimizer) for each in args]
         if self._overspill is None or not any(kinds):
             return super().prepare(*args, **more)
@@ -159,10 +163,24 @@ def keeps_prepared(accelerator: Accelerator, args: Sequence[Any]) -> bool:
     if not any(isinstance(each.optimizer, OffloadedOptimizer) for each in optimizers):
         return False
     for each in args:
-        known = accelerator._models if isinstance(each, nn.Module) else accelerator._optimizers
-        if all(each is not other for other in known):
-            known.append(each)
+        if not _is_other(each):
+            is_model = isinstance(each, nn.Module)
+            known = accelerator._models if is_model else accelerator._optimizers
+            if all(each is not other for other in known):
+                known.append(each)
     return True
+
+
+def _is_other(each: Any) -> bool:
+    """Return whether something is neither a model nor an optimizer that accelerate prepared."""
+    prepared = getattr(each, "_is_accelerate_prepared", False)
+    return not (
+        isinstance(each, AcceleratedOptimizer) or (isinstance(each, nn.Module) and prepared)
+    )
+
+
+def _each(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _one_of_each(given: Sequence[Any], kind: type[Any]) -> tuple[nn.Module, Any]:

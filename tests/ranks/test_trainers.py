@@ -72,6 +72,8 @@ def loop(accelerator: Any, rank: int, size: int, folder: Path | None = None) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    again = accelerator.prepare(model, optimizer, schedule)  # a notebook's cell that is run twice
+    assert all(one is other for one, other in zip(again, (model, optimizer, schedule), strict=True))
     losses = []
     for tokens in batches(rank, size):
         with accelerator.accumulate(model):
