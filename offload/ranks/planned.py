@@ -58,7 +58,8 @@ def plan_of_rank(
             model, trained, config, accelerator, remeasure=bool(how.pop("measure", False))
         )
         there = accelerator.device if accelerator.has_device_memory else None
-        config = _leaving(config, gathered_bytes(shards, config.weight_dtype))
+        if there is not None:
+            config = _leaving(config, gathered_bytes(shards, config.weight_dtype))
         if machine is not None and machine.host_memory is not None:
             whole = machine_budgets(config, machine)
         else:
@@ -93,8 +94,8 @@ def _leaving(config: OffloadConfig, gathered: int) -> OffloadConfig:
     if parse_size(config.device_memory, "device_memory").nbytes is not None:
         return config
     leave = {"device": config.left_bytes("device") + gathered}
-    if host := config.left_bytes("host"):
-        leave["host"] = host
+    if parse_size(config.host_memory, "host_memory").nbytes is None:
+        leave["host"] = config.left_bytes("host")
     return replace(config, leave=leave)
 
 
@@ -122,4 +123,4 @@ def planned_shards(model: nn.Module, ranks: int, units: Sequence[str] | None = N
     groups = [each for found in modules for each in group(found, found.module.parameters())]
     rest = frozenset(p for p in model.parameters() if id(p) in names)
     root = FoundUnit(ROOT, model, direct_only=True, computes_with=rest)
-    return Shards(model, [*group(root, model.parameters()), *groups], 0, ranks=ranks)
+    return Shards(model, [*group(root, model.parameters()), *groups], ranks=ranks)
