@@ -110,9 +110,10 @@ class ResidentParamGuard:
         for member in self._onloaded_units.groups[unit]:
             if member in self._ledger.early:
                 raise BackwardUpdateError(
-                    f"update='backward' has updated {self.name_of(member)!r} in this backward, "
-                    "which now uses its weights again (a checkpoint computes it once more, or a "
-                    "hook reads them); use update='next_forward'"
+                    f"update='backward' has updated {self.name_of(member)!r} in this step, and "
+                    "backward uses its weights again; for several backward() per step, set "
+                    "accumulate=N; if a checkpoint computes it once more or a hook reads it, use "
+                    "update='next_forward'"
                 )
 
     # Not a context manager: a generator's ``finally`` may run late, during garbage collection.

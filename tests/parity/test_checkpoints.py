@@ -116,7 +116,7 @@ def test_a_checkpoint_over_weights_that_were_updated(
     tokens = torch.arange(16)
     with overspill.wrap(model, ours, **options) as optimizer:
         if update == "backward":
-            with pytest.raises(overspill.OffloadError, match="now uses its weights again"):
+            with pytest.raises(overspill.OffloadError, match="backward uses its weights again"):
                 model(tokens).backward()
             return
         for _ in range(3):

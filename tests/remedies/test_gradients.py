@@ -142,7 +142,7 @@ def test_gradients_that_are_dropped(way: str, tmp_path: Path) -> None:
 
 @tries("offload/params/resident_param_guard.py",
        "change them between step() and the next backward()",
-       "or a hook reads them); use update='next_forward'")  # fmt: skip
+       "a hook reads it, use update='next_forward'")  # fmt: skip
 @tries("offload/step/stepping.py", "change hyper-parameters between step() and the next")
 @tries("offload/durable/commits.py", "commit between step() and the next backward()")
 def test_changes_after_a_backward_that_updates(tmp_path: Path) -> None:
