@@ -20,7 +20,7 @@ from .errors import OptimizerStateError
 from .grads.backward_update_policy import Declared
 from .model_marks import MADE
 from .optim.averaged import DECAY, check_decay
-from .optim.formats import round_to_upper
+from .optim.formats import as_weight
 from .paths import as_path
 from .private import optimizer_private, torch_private
 from .private.reentrancy import refuse_reentry
@@ -282,8 +282,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         def read(t: torch.Tensor) -> torch.Tensor:
             if id(t) not in index:
                 return t.detach().clone()
-            average = engine.average(index[id(t)])
-            return round_to_upper(average) if t.dtype == torch.bfloat16 else average.to(t.dtype)
+            return as_weight(engine.average(index[id(t)]), t.dtype)
 
         engine.require_average()
         export_model(engine.model, out, engine.step_count, read)

@@ -111,6 +111,11 @@ def scale_name(moment: str) -> str:
     return f"{moment}_scale"
 
 
+def as_weight(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an fp32 value in the dtype of a weight, bf16 rounded as by ``round_to_upper``."""
+    return round_to_upper(value) if dtype == torch.bfloat16 else value.to(dtype)
+
+
 def round_to_upper(value: Tensor) -> Tensor:
     """fp32 to bf16, to nearest, ties away from zero: the rule of every weight that has a master.
 

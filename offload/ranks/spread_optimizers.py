@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..durable.export import export_model
 from ..durable.hub import as_on_hub, config_of
 from ..engine import Engine
 from ..errors import GradientError, LifecycleError, OffloadError, OptimizerStateError, RankError
+from ..optim.formats import as_weight
 from ..optimizer import OffloadedOptimizer
+from ..paths import as_path
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
 from ..state.averages import AroundExchange, Averaged
@@ -308,27 +311,46 @@ class SpreadOptimizer(OffloadedOptimizer):
         See ``OffloadedOptimizer.named_averages``.
         """
         self._engine.require_average()
+        for name, _ in self._holder.model.named_parameters():
+            yield name, self._average(name)
+
+    def _average(self, name: str) -> torch.Tensor:
+        """Return the whole average of a parameter; every rank must call it."""
         index = {id(p): number for number, p in enumerate(self._engine.parameters)}
         local = {s.name: index[id(p)] for s, p in self._local_shards}
-        for name, _ in self._holder.model.named_parameters():
-            mine = self._engine.average(local[name]) if name in local else None
-            dtype = self._holder.world.gathered(None if mine is None else mine.dtype)[0]
-            assert dtype is not None, "the first rank has rows of every parameter"
-            yield name, self._whole_of(name, mine, dtype)
+        mine = self._engine.average(local[name]) if name in local else None
+        dtype = self._holder.world.gathered(None if mine is None else mine.dtype)[0]
+        assert dtype is not None, "the first rank has rows of every parameter"
+        return self._whole_of(name, mine, dtype)
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a whole tensor of a parameter, on the CPU, from the rows of all ranks."""
         raise NotImplementedError
 
     def save_average(self, path: str | Path) -> None:
-        """Raise: one rank writes files of whole weights.
+        """Write the averages from the first rank; every rank must call it.
 
-        Raises:
-            OffloadError: always.
+        See ``OffloadedOptimizer.save_average``.
         """
-        raise RankError(
-            "save_average is for one rank; write what optimizer.named_averages() yields instead"
-        )
+        out, world, model = as_path(path, "path"), self._holder.world, self._holder.model
+        name_of = {id(p): name for name, p in model.named_parameters()}
+        self._engine.require_average()
+
+        def read(t: torch.Tensor) -> torch.Tensor:
+            if (name := name_of.get(id(t))) is None:
+                return t.detach().clone()
+            world.gathered(name)
+            return as_weight(self._average(name), t.dtype)
+
+        def write() -> None:
+            if world.rank == 0:
+                export_model(model, out, self._engine.step_count, read)
+                world.gathered(None)
+            else:
+                while (name := world.gathered(None)[0]) is not None:
+                    self._average(name)
+
+        world.all_or_none(write)
 
     def give_back(self) -> None:
         """Unwrap the model: it is ordinary again, spread as before, with its trained weights.

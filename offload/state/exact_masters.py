@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..optim.formats import round_to_upper
+from ..optim.formats import as_weight
 from ..private import torch_private
 from ..schedule.units import Chunk, ParamSpec
 
@@ -69,7 +69,7 @@ def rounded(
     if "master" not in masters:
         return before
     exact = masters["master"][spec.offset : spec.offset + spec.numel]
-    return round_to_upper(exact) if before.dtype == torch.bfloat16 else exact.to(before.dtype)
+    return as_weight(exact, before.dtype)
 
 
 def keep_masters(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -65,9 +66,11 @@ def averages(rank: int, size: int, folder: Path) -> None:
         assert found.keys() == expected.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-        with pytest.raises(overspill.OffloadError, match="save_average is for one rank"):
-            optimizer.save_average(folder / "average")
+        saves(model, optimizer, found, folder / f"{kind} average")
+        edits(model, optimizer)
         model.train()
+        optimizer.commit()
+        found = {n.removeprefix("module."): t for n, t in optimizer.named_averages()}
         optimizer.close()
         model = make()
         del given["nvme"]
@@ -76,6 +79,36 @@ def averages(rank: int, size: int, folder: Path) -> None:
             for name, value in again.named_averages():
                 assert torch.equal(value, found[name.removeprefix("module.")]), (kind, name)
             step(model, again, STEPS, rank)
+
+
+def saves(
+    model: nn.Module, optimizer: overspill.OffloadedOptimizer, expected: dict[str, torch.Tensor],
+    out: Path,
+) -> None:  # fmt: skip
+    """The first rank writes; what is there already is an error on all ranks."""
+    optimizer.save_average(out)
+    saved = load_file(out / "model.safetensors")
+    assert saved.keys() == expected.keys() | {"runs"}
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    with pytest.raises(overspill.OffloadError, match="is there already"):
+        optimizer.save_average(out)
+
+
+def edits(model: nn.Module, optimizer: overspill.OffloadedOptimizer) -> None:
+    """An edit before the block is one of the weight; an edit in it is one of the average."""
+
+    def current(values: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        return next(t.clone() for n, t in values if n.endswith("layers.1.up.weight"))
+
+    p = next(p for n, p in model.named_parameters() if n.endswith("layers.1.up.weight"))
+    weight, average = current(overspill.named_weights(model)), current(optimizer.named_averages())
+    with torch.no_grad():
+        p.mul_(0.5)
+        with optimizer.averaged():
+            p.mul_(2)
+            model.load_state_dict(model.state_dict())
+    assert torch.equal(current(overspill.named_weights(model)), weight * 0.5)
+    assert torch.equal(current(optimizer.named_averages()), average * 2)
 
 
 def without_average(rank: int) -> None:
