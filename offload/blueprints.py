@@ -51,7 +51,7 @@ from .planning.packed_pages import with_described_pages, with_pages
 from .planning.partition import Partition, partition, pinned_units, received_bytes
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
-from .planning.stand_ins import held_parameters, parameters_named, whole_model
+from .planning.stand_ins import StandInModel, held_parameters, parameters_named, whole_model
 from .planning.subgroups import StateField
 from .planning.unit_discovery import modules_named
 from .planning.whole_updates import WholeUpdates
@@ -144,7 +144,7 @@ def _blueprint(
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
-        activations=config.activations, recomputable=_recomputable(parts, config.activations),
+        activations=config.activations, recomputable=_recomputable(model, parts, config),
         in_place=frozenset(sources.ranges), work_of=updates.work_of,
         could_tile=_could_tile(model, config), packed_itemsize=_packed(parts, config, accelerator),
     )  # fmt: skip
@@ -299,12 +299,15 @@ def _sources(
     return read_in_place(matched.files, matched.names, parts)
 
 
-def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
+def _recomputable(model: nn.Module, parts: Partition, config: OffloadConfig) -> frozenset[int]:
     """Return the units whose forward may be recomputed.
 
-    With ``activations="auto"`` these are only units known to compute the same result again.
+    With ``activations="auto"`` these are only units known to compute the same result again. Ranks
+    choose on their own, so none is if its forward sends messages to other ranks.
     """
-    if policy != "auto":
+    if isinstance(model, StandInModel) and model.communicates:
+        return frozenset()
+    if config.activations != "auto":
         return parts.recomputable
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 

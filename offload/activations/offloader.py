@@ -27,6 +27,7 @@ from ..planning.save_timing import UnitForward
 from ..private import torch_private
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
+from .local_parts import local_part
 from .precision import Precision
 from .untracked_activations import UntrackedActivations, UntrackedForward, UntrackedStep
 
@@ -163,6 +164,8 @@ class SavedTensorOffloader:
     def never_offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave the storages of these tensors where they are."""
         for t in tensors:
+            if (local := local_part(t)) is not None:
+                t = local[0]
             if torch_private.has_memory(t):
                 watch = torch_private.StorageWatch(t.untyped_storage())
                 self._stays[torch_private.storage_key(t)] = watch
@@ -200,14 +203,18 @@ class SavedTensorOffloader:
 
     # -- out ------------------------------------------------------------------------------------
 
-    def pack(self, t: torch.Tensor) -> SavedHandle | None:
-        """Return what autograd keeps instead of ``t``; ``None``: ``t`` stays as it is."""
+    def pack(self, t: torch.Tensor, *, exact: bool = False) -> SavedHandle | None:
+        """Return what autograd keeps instead of ``t``; ``None``: ``t`` stays as it is.
+
+        Args:
+            exact: it is not packed in another format.
+        """
         self.resting.passed_bytes += t.nbytes
         storage = self._storage_of(t)
         if storage is None:
             return None
         precision = self.precision
-        blocks = None if precision is None else precision.blocks_for(t, storage.nbytes())
+        blocks = None if precision is None or exact else precision.blocks_for(t, storage.nbytes())
         shared = self._share(t, storage, blocks)
         handle = SavedHandle(shared, t, torch_private.version_counter(t))
         if precision is None:

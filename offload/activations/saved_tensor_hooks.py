@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
 from ..params.views import View
 from ..private import torch_private
+from .local_parts import local_part
 from .offloader import SavedHandle, SavedTensorOffloader
 from .untracked_activations import UntrackedStep
 
@@ -46,6 +48,15 @@ class _Plain:
 
     def __init__(self, t: torch.Tensor, rest: UntrackedStep | None = None) -> None:
         self.tensor, self.version, self.rest = t.detach(), torch_private.version_of(t), rest
+
+
+class _Local:
+    """A saved ``DTensor``, of which this rank's part is offloaded."""
+
+    __slots__ = ("again", "handle")
+
+    def __init__(self, handle: SavedHandle, again: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.handle, self.again = handle, again
 
 
 class _Outer:
@@ -169,7 +180,16 @@ class SavedTensors:
             return _Plain(t)
         if (rest := self.saved_offloader.rest_for(t)) is not None:
             return _Plain(t, rest)
-        return self.saved_offloader.pack(t) or _Plain(t)
+        return self.saved_offloader.pack(t) or self._packed_local(t) or _Plain(t)
+
+    def _packed_local(self, t: torch.Tensor) -> _Local | None:
+        """Pack this rank's part of a ``DTensor``; ``None``: it stays, or is no such tensor."""
+        found = local_part(t)
+        if found is None:
+            return None
+        assert self.saved_offloader is not None
+        handle = self.saved_offloader.pack(found[0], exact=True)
+        return None if handle is None else _Local(handle, found[1])
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
         with self._lock:
@@ -196,6 +216,9 @@ class SavedTensors:
         if isinstance(saved, SavedHandle):
             assert self.saved_offloader is not None
             return self.saved_offloader.unpack(saved)
+        if isinstance(saved, _Local):
+            assert self.saved_offloader is not None
+            return saved.again(self.saved_offloader.unpack(saved.handle))
         if isinstance(saved, _Outer):
             return saved.unpack(saved.packed)
         assert isinstance(saved, WeightHandle)

@@ -36,6 +36,7 @@ from .meta import (
     kept_groups,
     member_names,
     random_states,
+    regions_of,
     restore_random_states,
 )
 
@@ -89,7 +90,7 @@ class Commits:
             contents,
         )
         self._units, self._digests = runtime.parts.units, runtime.store.digests
-        self._members = member_names(model, groups)
+        self._members, self._regions = member_names(model, groups), regions_of(model)
         self._parameters = runtime.parts.parameters
         self._managed = frozenset(map(id, self._parameters))
         self._names = runtime.parts.names
@@ -171,6 +172,7 @@ class Commits:
             "changing": sorted(self._ledger.changing),
             "groups": kept_groups(self._groups),
             "members": self._members,
+            "regions": self._regions,
             "rng": self._random,
             "buffers": {name: _copy(value) for name, value in kept.items()},
             "added": sorted(kept.keys() - self._known),

@@ -55,8 +55,12 @@ class StreamedTensor:
     parts: Callable[[], Iterator[Part]]
 
     @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 def bytes_of(value: torch.Tensor) -> Bytes:

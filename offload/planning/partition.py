@@ -311,11 +311,10 @@ def received_bytes(
         return ()
     count = len(parts.units)
     gathered, reduced, flows = [0] * count, [0] * count, False
-    whole = {id(model.local_of.get(id(p))): p for p in model.whole.parameters()}
     for p, unit, group in zip(parts.parameters, parts.unit_of, parts.groups, strict=True):
         while not parts.units[unit].runs:  # frozen weights of the next unit
             unit += 1
-        nbytes = (whole[id(p)].numel() - p.numel()) * (dtype or p.dtype).itemsize
+        nbytes = p.numel() * (model.ranks - 1) * (dtype or p.dtype).itemsize  # padded alike
         gathered[unit] += nbytes
         reduced[unit] += nbytes * (group is not None)
     found = list[tuple[int, int]]()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from .regions import Region
 from .unit_discovery import FoundUnit, modules_named
 
 
@@ -32,22 +33,25 @@ class StandInModel(nn.Module):
 
     Attributes:
         whole: the model that is run.
-        local_of: by id of a parameter of ``whole``, the rank's rows of it.
-        first_row_of: likewise, the first of these rows.
-        ranks: the ranks among which the rows are divided, and from which they are gathered for
-            compute; 1 if every rank has all weights.
+        local_of: by id of a parameter of ``whole``, the rank's parameter.
+        regions: by id of a rank's parameter, the region of the whole one that it is.
+        communicates: whether ranks exchange activations within a forward (tensor parallelism), so
+            that all must run the same modules in the same order.
+        ranks: the ranks from which weights are gathered for compute, this one included; 1 if every
+            rank computes with its own.
     """
 
     whole: nn.Module
     local_of: dict[int, nn.Parameter]
-    first_row_of: dict[int, int]
+    regions: dict[int, Region]
     ranks: int
+    communicates: bool = False
 
     def __init__(self, whole: nn.Module, ranks: int = 1) -> None:
         super().__init__()
         self.ranks = ranks
         self.__dict__["whole"] = whole  # not a submodule
-        self.local_of, self.first_row_of = {}, {}
+        self.local_of, self.regions = {}, {}
 
 
 def running(found: FoundUnit) -> FoundUnit:

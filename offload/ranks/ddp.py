@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import ModelError
+from ..planning.regions import Region
 from ..planning.unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 from ..private import torch_private
 from .parts import rows_in, rows_of_rank
@@ -43,8 +44,19 @@ class Replica:
         """Return the range of a rank's rows; a scalar is one row."""
         return rows_of_rank(rows_in(self.whole), rank, self._size)
 
-    def first_row(self, rank: int) -> int:
-        return self.rows(rank)[0]
+    @property
+    def region(self) -> Region:
+        shape = tuple(self._p.shape)
+        first, last = self.rows(self._rank)
+        return (
+            Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), shape)
+            if shape
+            else Region.all_of(shape)
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self._size
 
     def part_of(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != self._p.shape:
@@ -92,6 +104,8 @@ class Replicated:
         for part in self.parts:
             for shard in part.shards:
                 _refuse(shard.name, shard.param)
+
+    communicates = False
 
     def refuse(self, config: OffloadConfig) -> None:
         if config.weights is not None:

@@ -13,7 +13,6 @@ from ..state.adapters import adapter_parameters, begin_adapters
 from ..state.importing import open_weights
 from ..state.unmanaged import require_buffers
 from .fsdp_private import ShardedModule
-from .parts import rows_in
 from .shards import Shards
 from .world import World
 
@@ -82,16 +81,15 @@ def require_files_of_buffers(
 
 
 def draw_adapters(
-    model: nn.Module, shards: Shards, without_values: Container[int], shard_rank: int, world: World
+    model: nn.Module, shards: Shards, without_values: Container[int], world: World
 ) -> None:
     """Draw the first values of peft's adapters on ``meta``, the same on all ranks.
 
     Each rank draws them whole, as on one device, from the first rank's random numbers, and keeps
-    its rows.
+    its regions.
 
     Args:
         without_values: ids of the parameters on ``meta``.
-        shard_rank: see ``Sharding``.
 
     Raises:
         OffloadError: they have an initialisation that is not known.
@@ -119,5 +117,4 @@ def draw_adapters(
             torch.set_rng_state(before)
     for shard, local in zip(shards.shards, shards.local, strict=True):
         if (value := whole.get(id(shard.param))) is not None:
-            first = shard.first_row(shard_rank)
-            torch_private.become(local, value.detach()[first : first + rows_in(local)].clone())
+            torch_private.become(local, shard.region.of(value.detach()).clone())

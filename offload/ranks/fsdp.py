@@ -6,7 +6,6 @@ import logging
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..config import OffloadConfig
 from ..errors import ModelError
@@ -52,30 +51,22 @@ class FullySharded:
             raise
 
     @property
-    def shard_rank(self) -> int:
-        """This rank's number among those that have other rows."""
-        return self._shard_rank_of[0]
+    def ranks(self) -> int:
+        """The number of ranks from which FSDP2 gathers weights: the most of any module."""
+        return max(ranks for part in self.parts for ranks in part.shard_sizes)
 
     @property
-    def shard_size(self) -> int:
-        """The number of these ranks."""
-        return self._shard_rank_of[1]
-
-    @property
-    def _shard_rank_of(self) -> tuple[int, int]:
-        return next(each for part in self.parts for each in part.shard_ranks)
-
-    @property
-    def replicas(self) -> int:
-        """How many ranks have each row."""
-        return len(ranks_of(self.model) or ()) // self.shard_size
+    def communicates(self) -> bool:
+        """Whether parameters were ``DTensor``s before ``fully_shard``: tensor parallelism."""
+        return any(shard.of_dtensor for part in self.parts for shard in part.shards)
 
     def refuse(self, config: OffloadConfig) -> None:
-        """Refuse commits of replicated shards; see ``ParallelStrategy``."""
-        if self.replicas > 1 and config.nvme is not None and config.durable:
+        """Refuse recomputation under tensor parallelism; see ``ParallelStrategy``."""
+        if self.communicates and config.activations in ("recompute", "selective"):
             raise ValueError(
-                "commits are not supported for shards that are replicated (HSDP): pass "
-                "durable=False, and save with torch.distributed.checkpoint"
+                f"activations={config.activations!r} is not for tensor parallelism, under which a "
+                "recomputation sends messages, and each rank chooses what it recomputes; use "
+                "'auto', 'host' or 'nvme'"
             )
 
     def give_back(self) -> None:
@@ -105,22 +96,18 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
                 f"parameter {name!r} is on meta; pass weights= (safetensors, or a Hugging Face "
                 "folder), or model.to_empty(device=...) and initialise it first"
             )
-    meshes = [mesh.mesh for each in modules for mesh in each.meshes]
-    alike = all(torch.equal(mesh, meshes[0]) for mesh in meshes)
-    if not alike or len({each for part in modules for each in part.shard_ranks}) > 1:
-        raise ModelError(
-            "modules are sharded over different ranks (several meshes), which is not supported; "
-            "call fully_shard on all of them with one mesh"
-        )
-    order = meshes[0].flatten().tolist()
-    if order != sorted(order):
-        raise ModelError(
-            f"the ranks of the mesh are not in ascending order ({order}), which is not supported"
-        )
-    for name, p in model.named_parameters():
-        assert isinstance(p, DTensor)
-        if p.placements not in ((Shard(0),), (Replicate(), Shard(0))):
+    everyone, shards = set(ranks_of(model) or ()), [s for each in modules for s in each.shards]
+    # Under tensor parallelism, parameters that it leaves out are the same on all of its ranks.
+    rows = [set(s.gathered_from) for s in shards if s.of_dtensor and set(s.members) == everyone]
+    for shard in shards:
+        members = set(shard.members)
+        if members != everyone and (shard.of_dtensor or members not in rows):
             raise ModelError(
-                f"parameter {name!r} is sharded as {p.placements}, and not by its rows; leave "
-                "shard_placement_fn out (tensor parallelism is not supported either)"
+                "modules are sharded over different ranks (several meshes), which is not "
+                "supported; call fully_shard on all of them with one mesh"
+            )
+        if shard.region.shape != tuple(shard.local.shape):
+            raise ModelError(
+                f"parameter {shard.name!r} is sharded in a way that is not supported: "
+                f"its shard has shape {tuple(shard.local.shape)}, and not {shard.region.shape}"
             )

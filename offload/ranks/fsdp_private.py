@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import WeightError
+from ..planning.regions import Region
 from ..planning.unit_discovery import ROOT, FoundUnit
 from ..private import torch_private
 from ..private.handles import Removable
@@ -117,9 +120,37 @@ class Shard:
         """Whether this rank has as many rows as FSDP2 allocates, so that there is no padding."""
         return bool(self._of.padded_sharded_param_size == self._of.sharded_size)
 
-    def first_row(self, rank: int) -> int:
-        """Return where a rank's rows begin in the whole parameter."""
-        return min(rank * int(self._of.padded_sharded_param_size[0]), self.param.shape[0])
+    @cached_property
+    def region(self) -> Region:
+        """See ``LocalShard``."""
+        p: Any = self.param
+        shape, first = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        return Region(tuple(first), tuple(shape), tuple(p.shape))
+
+    @property
+    def ranks(self) -> int:
+        """See ``LocalShard``."""
+        p: Any = self.param
+        return math.prod(
+            p.device_mesh.size(dim) for dim, place in enumerate(p.placements)
+            if not place.is_replicate()
+        )  # fmt: skip
+
+    @property
+    def gathered_from(self) -> list[int]:
+        """The global ranks over which FSDP2 shards and replicates it."""
+        return _members(self._of.mesh_info.mesh)
+
+    @property
+    def of_dtensor(self) -> bool:
+        """Whether the parameter was a ``DTensor`` before it was sharded."""
+        return bool(self._of.is_dtensor)
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks that have the parameter's shards."""
+        p: Any = self.param
+        return _members(p.device_mesh)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -254,15 +285,9 @@ class ShardedModule:
         return FoundUnit(self.name or ROOT, module, not whole, own)
 
     @property
-    def meshes(self) -> set[DeviceMesh]:
-        """The meshes over which its groups of parameters are sharded, and maybe replicated."""
-        return {group.mesh_info.mesh for group in self._groups}
-
-    @property
-    def shard_ranks(self) -> set[tuple[int, int]]:
-        """This rank's number among those that share the shards of a group, and how many these
-        are."""
-        return {(i.shard_mesh_rank, i.shard_mesh_size) for i in (g.mesh_info for g in self._groups)}
+    def shard_sizes(self) -> set[int]:
+        """The numbers of ranks from which its groups of parameters are gathered."""
+        return {group.mesh_info.shard_mesh_size for group in self._groups}
 
     def spread(self) -> None:
         """Reshard the module's parameters, so that the next use gathers them again.
@@ -439,12 +464,20 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def ranks_of(model: nn.Module) -> list[int] | None:
-    """Return the ranks among which the model's first group of parameters is sharded, and maybe
-    replicated; ``None`` without groups."""
-    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    meshes = (group.mesh_info.mesh for m in modules for group in _groups_of(m))
-    found = next(meshes, None)
-    return None if found is None else found.mesh.flatten().tolist()
+    """Return all ranks of the model: those of the parameter that is on the largest mesh.
+
+    ``None``: FSDP2 has no parameter of it.
+    """
+    found = [
+        _members(p.sharded_param.device_mesh)
+        for module in model.modules() if isinstance(module, FSDPModule)
+        for group in _groups_of(module) for p in group.fsdp_params
+    ]  # fmt: skip
+    return max(found, key=len, default=None)
+
+
+def _members(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:

@@ -11,15 +11,12 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..errors import RankError
+from ..planning.regions import Region
 from ..planning.unit_discovery import FoundUnit
 
 
 class LocalShard(Protocol):
-    """One parameter of which this rank has some rows.
-
-    The rows are contiguous in its first dimension. All ranks have equally many, except for the last
-    ones.
-    """
+    """One parameter of which this rank has a region."""
 
     @property
     def name(self) -> str:
@@ -33,15 +30,21 @@ class LocalShard(Protocol):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, possibly none."""
+        """This rank's region, possibly without elements."""
         ...
 
-    def first_row(self, rank: int) -> int:
-        """Return where a rank's rows begin in the whole parameter."""
+    @property
+    def region(self) -> Region:
+        """Where ``local`` is in the whole parameter."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have other regions."""
         ...
 
     def part_of(self, value: Any) -> Any:
-        """Return this rank's rows of a value that is shaped like the whole parameter.
+        """Return this rank's region of a value that is shaped like the whole parameter.
 
         Other values are returned unchanged.
         """
@@ -79,11 +82,15 @@ class ParallelStrategy(Protocol):
         model: the model whose parameter names are used in stores.
         held: the modules that users hold.
         parts: all parts of ``model``.
+        communicates: whether ranks exchange activations within a forward.
     """
 
     model: nn.Module
     held: Sequence[nn.Module]
     parts: Sequence[SpreadModule]
+
+    @property
+    def communicates(self) -> bool: ...
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that the strategy does not support.

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..durable.commits import restore_groups
-from ..durable.meta import random_states, restore_random_states
+from ..durable.meta import random_states, regions_of, restore_random_states
 from ..durable.resume import (
     formats_of,
     optimizer_for,
@@ -26,10 +26,10 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
+from ..planning.regions import Region
 from ..private import torch_private
 from ..state.unmanaged import UnmanagedState
 from ..wrapping import opened, reopened
-from .parts import rows_in
 from .sharding import Sharding, on_all_ranks
 from .stores import RunSource, RunStores, find_run, names_in
 
@@ -38,16 +38,16 @@ Made = TypeVar("Made", bound=OffloadedOptimizer)
 _FACTS = ("its shape", "its dtype", "the param group that trains it")
 
 
-class Rows(Mapping[str, Any]):
-    """One parameter's state, each tensor of which is read on access."""
+class RegionState(Mapping[str, Any]):
+    """The state of a region of a parameter, each tensor of which is read on access."""
 
-    def __init__(self, source: RunSource, name: str, start: int, stop: int) -> None:
-        self._source, self._name, self._rows = source, name, (start, stop)
+    def __init__(self, source: RunSource, name: str, region: Region) -> None:
+        self._source, self._name, self._region = source, name, region
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._source.state_names(self._name):
             raise KeyError(key)
-        return self._source.state(self._name, key, *self._rows)
+        return self._source.state(self._name, key, self._region)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.state_names(self._name))
@@ -91,12 +91,12 @@ def resumed_whole(
         optimizer = optimizer or _optimizer(model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, model, optimizer, config)
-        rows = {name: (p, 0, rows_in(p)) for name, p in model.named_parameters()}
-        for name, (p, start, stop) in rows.items():
+        regions = {name: (p, Region.all_of(p.shape)) for name, p in model.named_parameters()}
+        for name, (p, region) in regions.items():
             device = "cpu" if p.is_meta else p.device
-            value = source.weight(name, start, stop).to(device, config.weight_dtype or p.dtype)
+            value = source.weight(name, region).to(device, config.weight_dtype or p.dtype)
             torch_private.become(p, value)
-        extra = _fill(model, optimizer, source, rows, 0)
+        extra = _fill(model, optimizer, source, regions, 0)
         make = partial(OffloadedOptimizer, inner=optimizer)
         made = opened(model, optimizer, config, _from_step(run.step, make))
         log.info("overspill: resumed at step %d, of %d ranks' stores", run.step, len(run.stores))
@@ -128,11 +128,17 @@ def _require_units(sharding: Sharding, store: FoundStore) -> None:
     """
     theirs = sorted(names_in(store))
     mine = sorted(name for name, _ in sharding.shards.named_parameters())
-    if not all(sharding.world.gathered(theirs == mine)):
+    source = RunSource(RunStores([store]))
+    try:
+        places = source.facts_of(0).get("regions", {})
+    finally:
+        source.close()
+    alike = theirs == mine and places in ({}, regions_of(sharding.shards))
+    if not all(sharding.world.gathered(alike)):
         raise StoreError(
             f"the stores in {store.directories[0].parent} are of a model that was spread in "
-            "another way (FSDP2 or DistributedDataParallel, or fully_shard of other modules); pass "
-            "nvme= with another folder to go on in"
+            "another way (FSDP2 or DistributedDataParallel, another mesh, or fully_shard of other "
+            "modules); pass nvme= with another folder to go on in"
         )
 
 
@@ -171,16 +177,14 @@ def _others(
         before = _Before(sharding.model, optimizer)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, sharding.model, optimizer, config)
-        rows = {}
+        regions = {}
         for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
-            start = shard.first_row(sharding.shard_rank)
-            stop = start + rows_in(p)
-            rows[shard.name] = p, start, stop
+            regions[shard.name] = p, shard.region
             # Uses new memory: the model's own is kept until all ranks have an engine.
             there = "cpu" if p.is_meta else p.device
-            torch_private.become(p, source.weight(shard.name, start, stop).to(there))
+            torch_private.become(p, source.weight(shard.name, shard.region).to(there))
         mine = sharding.optimizer_over(optimizer)
-        extra = _fill(sharding.model, mine, source, rows, world.rank)
+        extra = _fill(sharding.model, mine, source, regions, world.rank)
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
         own = sharding.config(config, mine)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
@@ -246,7 +250,7 @@ def _require_like(
 
 def _fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, source: RunSource,
-    rows: Mapping[str, tuple[nn.Parameter, int, int]], rank: int,
+    regions: Mapping[str, tuple[nn.Parameter, Region]], rank: int,
 ) -> Any:  # fmt: skip
     """Set the optimizer, buffers and random generators to what the stores hold.
 
@@ -263,9 +267,9 @@ def _fill(
     buffers.restore()
     restore_random_states(facts["rng"], torch.device("cpu"))
     optimizer.state.clear()
-    for name, (p, start, stop) in rows.items():
+    for name, (p, region) in regions.items():
         if source.state_names(name):
-            optimizer.state[p] = Rows(source, name, start, stop)  # type: ignore[assignment]
+            optimizer.state[p] = RegionState(source, name, region)  # type: ignore[assignment]
     return facts["extra"]
 
 

@@ -57,7 +57,6 @@ class Sharding:
         model: the model whose parameter names are used in stores.
         world: the ranks.
         shards: this rank's part, as a model of its own.
-        shard_rank: this rank's number among those that have other rows.
     """
 
     def __init__(
@@ -86,11 +85,10 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            self.shard_rank, ranks = world.rank, 1  # under DDP every rank has all weights
-            if isinstance(self._way, FullySharded):
-                self.shard_rank, ranks = self._way.shard_rank, self._way.shard_size
-                world.replicas = self._way.replicas
-            self.shards = Shards(self.model, self._parts, self.shard_rank, ranks=ranks)
+            # Under DDP every rank has all weights.
+            ranks = self._way.ranks if isinstance(self._way, FullySharded) else 1
+            self.shards = Shards(self.model, self._parts, ranks=ranks)
+            self.shards.communicates = self._way.communicates
         except BaseException:
             self._way.give_back()
             raise
@@ -117,7 +115,7 @@ class Sharding:
         if isinstance(self._way, FullySharded):
             left = self._way.without_values
             require_files_of_buffers(self.model, left, weights)
-            draw_adapters(self.model, self.shards, left, self.shard_rank, self.world)
+            draw_adapters(self.model, self.shards, left, self.world)
 
     def release(self, *, broken: bool = False) -> None:
         """Stop communication with the other ranks.
@@ -196,7 +194,7 @@ class Sharding:
 
         def make(engine: Engine) -> SpreadOptimizer:
             runtime, external_forward = engine.runtime, engine.external_forward
-            external_forward.spread(self.world.norm)
+            external_forward.spread(self.world.norm, self._copies(engine))
             if runtime.store.writer is not None:
                 runtime.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
@@ -213,6 +211,15 @@ class Sharding:
             return made
 
         return make
+
+    def _copies(self, engine: Engine) -> dict[int, int]:
+        """Return how many ranks have the same region, by parameter; none: each has its own."""
+        index = {id(p): number for number, p in enumerate(engine.parameters)}
+        copies = {
+            index[id(p)]: self.world.size // shard.ranks
+            for shard, p in zip(self.shards.shards, self.shards.local, strict=True)
+        }
+        return {number: count for number, count in copies.items() if count > 1}
 
     def _made(
         self, engine: Engine, optimizer: torch.optim.Optimizer, *, resumed: bool

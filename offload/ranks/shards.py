@@ -22,21 +22,19 @@ BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
 
 
 class Shards(StandInModel):
-    """This rank's shards, grouped by part of the model. A shard without rows is left out.
+    """This rank's shards, grouped by part of the model. A shard without elements is left out.
 
     Its buffers are the model's current ones at each access, so that they are committed with the
     weights.
 
     Attributes:
-        shards: the shards that have rows on this rank.
+        shards: the shards that have elements on this rank.
         empty: the shards that have none.
         local: for each of ``shards``, its parameter in this model.
         units: the names of the submodules that hold these parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, parts: Sequence[SpreadModule], rank: int, *, ranks: int = 1
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule], *, ranks: int = 1) -> None:
         super().__init__(model, ranks)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
@@ -51,7 +49,7 @@ class Shards(StandInModel):
                     self.shards.append(shard)
                     self.local.append(p)
                     self.local_of[id(shard.param)] = p
-                    self.first_row_of[id(shard.param)] = shard.first_row(rank)
+                    self.regions[id(p)] = shard.region
                 else:
                     self.empty.append(shard)
             if len(list(node.parameters())):
@@ -147,20 +145,22 @@ def gathered_bytes(shards: Shards, dtype: torch.dtype | None = None) -> int:
     Args:
         dtype: of all weights; ``None``: each parameter's own.
     """
+
+    def weights(node: StandIn, *, trained: bool = False) -> int:
+        return sum(
+            p.numel() * shards.ranks * (dtype or p.dtype).itemsize
+            for p in node.parameters() if p.requires_grad or not trained
+        )  # fmt: skip
+
     sizes = [(0, 0)]  # by module: weights and gradients
     for node in shards.children():
         if isinstance(node, StandIn):
-            mine = {id(p) for p in node.parameters()}
-            whole = [p for p in shards.whole.parameters()
-                     if id(shards.local_of.get(id(p))) in mine]  # fmt: skip
-            weights = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole)
-            trained = sum(p.numel() * (dtype or p.dtype).itemsize for p in whole if p.requires_grad)
-            sizes.append((weights, trained))
+            sizes.append((weights(node), weights(node, trained=True)))
             if node.runs.name == UNIT_OF_MODEL:
                 sizes[0] = sizes.pop()
     (root, root_grads), *others = sizes
-    largest = max((weights for weights, _ in others), default=0)
-    grads = max((trained for _, trained in others), default=0)
+    largest = max((each for each, _ in others), default=0)
+    grads = max((each for _, each in others), default=0)
     return root + root_grads + 3 * largest + 2 * grads
 
 

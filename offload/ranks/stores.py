@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,10 +17,17 @@ from ..durable.files import SHARD_BYTES, Note
 from ..durable.hub import ModelFiles, whole
 from ..durable.inspect import require_unmoved
 from ..durable.source import StoreSource
-from ..durable.tensors import StreamedTensor, in_memory, one_after_the_other, whole_stacks
+from ..durable.tensors import (
+    StreamedTensor,
+    in_memory,
+    lazy,
+    one_after_the_other,
+    whole_stacks,
+)
 from ..errors import CorruptionError, IoError
 from ..io_engine.committed import FoundStore, find_store
 from ..io_engine.manifest import Generation, read_manifest
+from ..planning.regions import Region
 
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
@@ -183,20 +191,41 @@ class RunSource:
         """The buffers of the first rank."""
         return {self._named(k): v for k, v in self.facts_of(0)["buffers"].items()}
 
+    def _pieces(self, found: Iterable[tuple[str, int, StreamedTensor]]) -> dict[str, Pieces]:
+        """Return, by parameter, its pieces; ``found``: with their names and ranks."""
+        by_name: dict[str, list[tuple[int, StreamedTensor]]] = {}
+        for name, rank, tensor in found:
+            by_name.setdefault(name, []).append((rank, tensor))
+        return {
+            name: Pieces((tensor, self._place(name, rank)) for rank, tensor in mine)
+            for name, mine in by_name.items()
+        }
+
+    def _place(self, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return where a rank's part of a parameter is; ``None``: stored before this was kept."""
+        return self._places[rank].get(name)
+
     @cached_property
-    def _weights(self) -> dict[str, list[StreamedTensor]]:
-        """By parameter, its rows on each rank that has any."""
-        found: dict[str, list[StreamedTensor]] = {}
-        for source in self._sources:
-            for tensor in source.parameters():
-                found.setdefault(self._named(tensor.name), []).append(tensor)
-        return found
+    def _places(self) -> list[dict[str, Any]]:
+        return [
+            {self._named(name): place for name, place in source.facts.get("regions", {}).items()}
+            for source in self._sources
+        ]
+
+    @cached_property
+    def _weights(self) -> dict[str, Pieces]:
+        """By parameter, its parts on each rank that has any."""
+        return self._pieces(
+            (self._named(tensor.name), rank, tensor)
+            for rank, source in enumerate(self._sources) for tensor in source.parameters()
+        )  # fmt: skip
 
     @cached_property
     def _state(self) -> dict[str, dict[str, Any]]:
-        """By parameter, its state: tensors as their rows on each rank, and its step count."""
+        """By parameter, its state: tensors as their parts on each rank, and its step count."""
         found: dict[str, dict[str, Any]] = {}
-        for source in self._sources:
+        parts: dict[str, list[tuple[str, int, StreamedTensor]]] = {}
+        for rank, source in enumerate(self._sources):
             tree = source.state_dict()
             names = {
                 number: name
@@ -207,14 +236,18 @@ class RunSource:
                 mine = found.setdefault(self._named(names[number]), {})
                 for key, value in state.items():
                     if isinstance(value, StreamedTensor):
-                        mine.setdefault(key, []).append(value)
+                        mine[key] = None  # keeps their order
+                        parts.setdefault(key, []).append((self._named(names[number]), rank, value))
                     else:
                         mine[key] = value
+        for key, of in parts.items():
+            for name, pieces in self._pieces(of).items():
+                found[name][key] = pieces
         return found
 
     def weights(self) -> list[StreamedTensor]:
         """Return every whole parameter once, then the buffers."""
-        joined = [one_after_the_other(name, rows) for name, rows in self._weights.items()]
+        joined = [pieces.joined(name) for name, pieces in self._weights.items()]
         return joined + [in_memory(name, value) for name, value in self.buffers.items()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,23 +260,23 @@ class RunSource:
         ]
         state = {
             number_of[name]: {
-                key: one_after_the_other(key, value) if isinstance(value, list) else value
+                key: value.joined(key) if isinstance(value, Pieces) else value
                 for key, value in of.items()
             }
             for name, of in self._state.items()
         }
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    # -- rows -----------------------------------------------------------------------------------
+    # -- regions ---------------------------------------------------------------------------------
 
-    def weight(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows of a parameter, as it is stored."""
-        return rows_of(self._weights[name], start, stop)
+    def weight(self, name: str, region: Region) -> torch.Tensor:
+        """Return a region of a parameter, as it is stored."""
+        return self._weights[name].region(region)
 
-    def state(self, name: str, key: str, start: int, stop: int) -> Any:
-        """Return rows of one tensor of a parameter's state, in fp32, or its step."""
+    def state(self, name: str, key: str, region: Region) -> Any:
+        """Return a region of one tensor of a parameter's state, in fp32, or its step."""
         value = self._state[name][key]
-        return rows_of(value, start, stop) if isinstance(value, list) else value
+        return value.region(region) if isinstance(value, Pieces) else value
 
     def state_names(self, name: str) -> list[str]:
         """Return the names in a parameter's state; empty if it took no step."""
@@ -266,7 +299,7 @@ class RunSource:
         }  # fmt: skip
         return {
             name: (
-                one_after_the_other(name, self._weights[name]).shape,
+                self._weights[name].shape,
                 getattr(torch, chunk["dtype"]),
                 chunk["group"],
             )
@@ -274,18 +307,65 @@ class RunSource:
         }
 
 
-def rows_of(parts: Sequence[StreamedTensor], start: int, stop: int) -> torch.Tensor:
-    """Return rows of a tensor that is stored in consecutive parts."""
-    found, first = [], 0
-    for part in parts:
-        if not part.shape:  # a scalar, which only one rank has
-            return whole(part)
-        count = part.shape[0]
-        low, high = max(start, first), min(stop, first + count)
-        if low < high:
-            found.append(whole(part)[low - first : high - first])
-        first += count
-    return found[0] if len(found) == 1 else torch.cat(found)
+class Pieces:
+    """A tensor that is stored in regions. Regions that several ranks have are equal."""
+
+    def __init__(
+        self, parts: Iterable[tuple[StreamedTensor, tuple[tuple[int, ...], tuple[int, ...]] | None]]
+    ) -> None:
+        """
+        Args:
+            parts: with where each begins, and the whole shape; ``None``: they are consecutive rows.
+        """
+        parts = list(parts)
+        each, place = parts[0]
+        rows = sum(part.shape[0] for part, _ in parts) if each.shape else 0
+        self.shape = (rows, *each.shape[1:])[: len(each.shape)] if place is None else place[1]
+        self._dtype, self._parts, row = each.dtype, dict[Region, StreamedTensor](), 0
+        for part, place in parts:
+            after = (row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
+            first = after if place is None else place[0]
+            self._parts.setdefault(Region(tuple(first), part.shape, tuple(self.shape)), part)
+            row += part.shape[0] if part.shape else 0
+
+    def region(self, wanted: Region) -> torch.Tensor:
+        """Read a region.
+
+        Raises:
+            CorruptionError: a rank's part of it is missing.
+        """
+        found, numel = torch.empty(wanted.shape, dtype=self._dtype), 0
+        for region, part in self._parts.items():
+            if (shared := region.shared_with(wanted)) is not None:
+                mine = shared.inside(found, wanted)
+                mine.copy_(shared.inside(whole(part), region))
+                numel += mine.numel()
+        self._require(numel, found.numel())
+        return found
+
+    def _require(self, numel: int, wanted: int) -> None:
+        if numel != wanted:
+            name = next(iter(self._parts.values())).name
+            raise CorruptionError(
+                f"parameter {name!r}: the ranks' stores hold {numel} of {wanted} elements"
+            )
+
+    def joined(self, name: str) -> StreamedTensor:
+        """Return the whole tensor. Parts of it that are not whole rows are read at once."""
+        self._require(sum(part.numel for part in self._parts.values()), math.prod(self.shape))
+        bands: dict[Region, list[StreamedTensor]] = {}
+        for region, part in sorted(self._parts.items(), key=lambda item: item[0]):
+            bands.setdefault(region.rows, []).append(part)
+        return one_after_the_other(
+            name,
+            [
+                parts[0] if len(parts) == 1 else self._band(name, rows)
+                for rows, parts in bands.items()
+            ],
+        )
+
+    def _band(self, name: str, rows: Region) -> StreamedTensor:
+        return lazy(name, self._dtype, rows.shape, lambda: self.region(rows))
 
 
 def export_run(

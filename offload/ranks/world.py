@@ -114,7 +114,6 @@ class World:
         group: the group for messages of the training thread.
         votes: the votes of the commit thread, on a group of its own.
         cpu_share: this rank's share of the time of the processors that it may use.
-        replicas: how many ranks have each row.
     """
 
     def __init__(self, ranks: Iterable[int], *, weights: bool = False) -> None:
@@ -124,7 +123,6 @@ class World:
             weights: the ranks will exchange weights.
         """
         members = tuple(sorted(ranks))
-        self.replicas = 1
         self._pair = _Pair.free(members)
         if weights:
             self._pair.weights()
@@ -235,7 +233,7 @@ class World:
         dist.all_gather(found, mine, group=self.group)
         values = [float(each) for each in found]
         finite = all(math.isfinite(each) for each in values)
-        return math.sqrt(math.fsum(values) / self.replicas if finite else math.nan)
+        return math.sqrt(math.fsum(values)) if finite else math.nan
 
     def together(self, what: str) -> None:
         """Block until every rank has come here.

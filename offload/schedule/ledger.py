@@ -75,6 +75,7 @@ class Ledger:
         self.count = self.micro_steps = self.returns = 0
         self.next: Prepared | None = None
         self.over_ranks: Callable[[float], float] | None = None
+        self.copies: Mapping[int, int] = {}
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._listeners: list[weakref.WeakMethod[Callable[[Prepared], None]]] = []
 
@@ -99,7 +100,10 @@ class Ledger:
         return math.sqrt(self._sum_of_squares(parameters))
 
     def _sum_of_squares(self, parameters: Sequence[int]) -> float:
-        squares = [self.squares[i] * self.scales.get(i, 1.0) ** 2 for i in sorted(parameters)]
+        squares = [
+            self.squares[i] * self.scales.get(i, 1.0) ** 2 / self.copies.get(i, 1)
+            for i in sorted(parameters)
+        ]
         finite = all(math.isfinite(square) for square in squares)
         return math.fsum(squares) if finite else sum(squares)
 

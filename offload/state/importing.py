@@ -15,6 +15,7 @@ from torch import nn
 
 from ..planning.models import named_models
 from ..planning.partition import Partition
+from ..planning.regions import Region
 from ..planning.sections import has_sections
 from ..planning.stand_ins import StandInModel, whole_model
 from ..private import bitsandbytes_private, torch_private
@@ -23,7 +24,7 @@ from .hub_names import HubFiles, base_tensors_of, is_of_transformers, tensors_of
 from .joined_files import FilesOfModel, JoinedFiles
 from .module_states import FoundStates
 from .quantised_files import dequantising
-from .row_files import RowFiles
+from .region_files import RegionFiles
 from .section_files import SectionFiles
 from .unmanaged import unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles, match_files
@@ -129,7 +130,7 @@ def match_weights(
     """
     files = open_weights(weights, whole_model(model))
     if isinstance(model, StandInModel):
-        return _match_rows(files, model, parts)
+        return _match_regions(files, model, parts)
     found: dict[int, str] = {}
     if isinstance(files, JoinedFiles):
         for prefix, each, own in files.parts:
@@ -140,26 +141,26 @@ def match_weights(
     return MatchedFiles(files, found, frozenset(found.values()))
 
 
-def _match_rows(files: TensorFiles, model: StandInModel, parts: Partition) -> MatchedFiles:
-    """Return the rows in files of a rank's shards."""
+def _match_regions(files: TensorFiles, model: StandInModel, parts: Partition) -> MatchedFiles:
+    """Return the regions in files of a rank's shards."""
     every = list(model.whole.parameters())
     matched = match_files(files, model.whole, every)
     index_of = {id(p): index for index, p in enumerate(parts.parameters)}
     names: dict[int, str] = {}
-    rows: dict[str, tuple[int, int]] = {}
+    regions: dict[str, Region] = {}
     for number, p in enumerate(every):
         local = model.local_of.get(id(p))
         if local is None:
             continue
         if (name := matched.get(number)) is not None:
             names[index_of[id(local)]] = name
-            rows[name] = model.first_row_of[id(p)], len(local)
+            regions[name] = model.regions[id(local)]
         elif local.is_meta:
             missing = next(n for n, each in model.whole.named_parameters() if each is p)
             raise ValueError(
                 f"weights: {files.path} does not match the model: {missing} is missing"
             )
-    return MatchedFiles(RowFiles(files, rows), names, frozenset(matched.values()))
+    return MatchedFiles(RegionFiles(files, regions), names, frozenset(matched.values()))
 
 
 def other_tensors(

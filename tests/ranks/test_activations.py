@@ -32,6 +32,7 @@ from .spawned import (
     spawn,
     whole,
 )
+from .test_meshes import on_mesh, size_of
 
 MIB = 1 << 20
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,14 +55,17 @@ def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
     return functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, clips: bool = True
+) -> list[float]:
     losses = []
     for number in range(3):
         for micro in range(2):  # accumulated
             loss = loss_of(model, 2 * number + micro, rank)
             loss.backward()
             losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -111,7 +115,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def run(
-    make: Callable[[], nn.Module], rank: int, folder: Path, **options: Any
+    make: Callable[[], nn.Module], rank: int, folder: Path, *, clips: bool = True, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Losses, final weights, and figures of a run."""
     model = make()
@@ -119,8 +123,9 @@ def run(
     if given.get("nvme"):
         given["nvme"] = folder_of(folder)
     with overspill.wrap(model, adamw(model), rates=RATES, **given) as optimizer:
-        losses = train(model, optimizer, rank)
+        losses = train(model, optimizer, rank, clips=clips)
         figures = {tier.value: each.peak_bytes for tier, each in optimizer.memory.items()}
+        figures["copied out"] = optimizer.stats.copy_out.bytes
         layout = optimizer.plan.detail.layout
         assert layout is not None
         figures["streams"] = not all(home.resident for home in layout.homes)
@@ -156,6 +161,29 @@ def same_bits(rank: int, size: int, folder: Path, kinds: list[str]) -> None:
 def test_bits_are_those_of_kept_activations(size: int, kinds: list[str], tmp_path: Path) -> None:
     assert 64 * 64 * WIDTH * 4 * 4 >= 2 * MIB
     spawn(size, same_bits, tmp_path, kinds)
+
+
+def tensor_parallel(rank: int, size: int, folder: Path, kind: str) -> None:
+    """What layers save is in part ``DTensor``s; torch does not clip norms over several meshes."""
+    make = partial(on_mesh, kind)
+    expected, weights, kept = run(make, 0, folder, clips=False, **KEPT)
+    for number, case in enumerate(CASES):
+        if case["activations"] == "recompute":
+            with pytest.raises(ValueError, match="not for tensor parallelism"):
+                run(make, 0, folder, **case)
+            continue
+        found, values, figures = run(make, 0, folder / f"{kind}{number}", clips=False, **case)
+        assert found == expected, (kind, case)
+        for name, value in values.items():
+            assert torch.equal(value, weights[name]), (kind, case, name)
+        if case["activations"] in ("host", "auto"):
+            assert figures["device"] <= 3 * MIB
+            assert kept["copied out"] == 0 and figures["copied out"] >= 8 * MIB, (kind, figures)
+
+
+@pytest.mark.parametrize("kind", ["tp alone", pytest.param("sequence", marks=pytest.mark.soak)])
+def test_bits_of_tensor_parallelism(kind: str, tmp_path: Path) -> None:
+    spawn(size_of(kind), tensor_parallel, tmp_path, kind)
 
 
 class Wide(Net):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import overspill
@@ -214,10 +213,6 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     fully_shard(model.layers[0])
     with pytest.raises(overspill.OffloadError, match="not sharded"):
         wrapped(model)
-    model = net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "shard")))
-    with pytest.raises(ValueError, match="pass durable=False"):
-        wrapped(model, nvme=folder_of(folder / "replicated"))
     for options in (
         {"precision": "bf16"}, {"units": ["layers.0"]}, {"loss": "chunked"}, {"tile": ["0"]},
     ):  # fmt: skip

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 from overspill.movement.commit_writer import CommitWriter
-from overspill.ranks import bridge, sharding
+from overspill.ranks import bridge, fsdp_private, sharding
 
 from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
 
@@ -106,11 +106,31 @@ def raises_alone(rank: int, size: int, folder: Path) -> None:
         dist.send(torch.zeros(1), dst=1)
 
 
+def not_accumulated(rank: int, size: int, folder: Path) -> None:
+    """Several backward() per step that nothing announced."""
+    model = sharded()
+    given = {**OPTIONS, "device": "sim", "device_memory": "90KiB", "update": "backward"}
+    with overspill.wrap(model, adamw(model), **given):
+        loss_of(model, 0, rank).backward()
+        with pytest.raises(overspill.OffloadError, match="set accumulate=N"):
+            loss_of(model, 1, rank).backward()
+    model = sharded()
+    with wrapped(model, update="backward", accumulate=2) as optimizer:
+        for micro in range(2):
+            loss_of(model, micro, rank).backward()
+        optimizer.step()
+
+
 def refusals(rank: int, size: int, folder: Path) -> None:
     model = net()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    with pytest.raises(overspill.OffloadError, match="not by its rows"):
-        wrapped(model)
+    fully_shard(model)
+    shape = fsdp_private.compute_local_shape_and_global_offset
+    try:
+        fsdp_private.compute_local_shape_and_global_offset = lambda *of: ((1, *shape(*of)[0]), ())
+        with pytest.raises(overspill.OffloadError, match="in a way that is not supported"):
+            wrapped(model)
+    finally:
+        fsdp_private.compute_local_shape_and_global_offset = shape
     model = net()
     alone = [dist.new_group([each]) for each in range(size)][rank]
     assert alone is not None
@@ -440,7 +460,7 @@ def other_models(rank: int, size: int, folder: Path) -> None:
 def all_of_it(rank: int, size: int, folder: Path) -> None:
     for work in (
         overflows, raises_alone, refusals, copies, folders, one_cannot, goes_back, last_edits,
-        looks, unseen_edits, other_models,
+        looks, unseen_edits, other_models, not_accumulated,
     ):  # fmt: skip
         work(rank, size, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ SLOW = pytest.mark.soak  # each rank is a process that imports torch
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, accumulate: int = 1,
     clip: float | None = None, limit: float | None = None, update: str = "",
+    clipping: Callable[..., Any] = torch.nn.utils.clip_grad_norm_,
 ) -> Losses:  # fmt: skip
     """``clip``: by the loop; ``limit``: by the engine, or by the loop where there is none."""
     losses = []
@@ -46,7 +48,7 @@ def train(
             loss.backward()
             losses.append(loss.item())
         if most is not None:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+            norm = clipping(list(model.parameters()), most)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             losses += [norm.item()] if clip else []
         optimizer.step()

@@ -91,6 +91,19 @@ def test_shards_are_those_of_the_first_rank() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "cpu"}, {"device": "sim", "leave": "10MiB"},
+     {"device": "sim", "device_memory": "1MiB", "host_memory": "auto", "leave": "10MiB"}],
+)  # fmt: skip
+def test_options_are_those_of_one_rank(options: dict[str, Any]) -> None:
+    """Also where there is no device memory, and what is left is of the other tier."""
+    for ranks in (1, 2):
+        model = net()
+        given = {"host_memory": "1GiB", "rates": RATES, **options}
+        assert overspill.plan(model, adamw(model), ranks=ranks, **given).fits
+
+
 def test_fsdp2s_own_memory() -> None:
     """The root twice, for gradients too; of blocks three times the weights, and two gradients."""
     model = net()
@@ -107,7 +120,8 @@ def test_fsdp2s_own_memory() -> None:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    """As FSDP2 gathers it from two ranks: with an even number of rows."""
+    return sum((len(p) + len(p) % 2) * p[0].numel() * p.element_size() for p in module.parameters())
 
 
 def test_tied_embeddings_are_gathered_with_the_model() -> None:

@@ -158,10 +158,10 @@ def taken_up(
     return step, found
 
 
-def exported(folder: Path, out: Path, expected: Seen) -> None:
+def exported(folder: Path, out: Path, expected: Seen, step: int = 3) -> None:
     """An export has whole weights, and a whole state."""
     run = find_run([folder])
-    assert run is not None and run.step == 3
+    assert run is not None and run.step == step
     export_run(run, out)
     of_run(out, expected)
 

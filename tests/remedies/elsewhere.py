@@ -23,9 +23,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/planned.py", "give tokens= instead"): (
         "tests/ranks/test_planned.py::test_what_cannot_be_planned"
     ),
-    ("offload/ranks/spread_optimizers.py", "write what optimizer.named_averages() yields"): (
-        "tests/ranks/test_averages.py::test_averages_are_torch_s"
-    ),
     ("offload/ranks/ddp.py", "shard the model with fully_shard instead, or leave it out"): (
         "tests/ranks/test_ddp.py::test_ddp"
     ),
@@ -283,13 +280,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/fsdp.py", "meta; pass weights= (safetensors, or a Hugging Face folder), or"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/ranks/fsdp.py", "durable=False, and save with torch.distributed.checkpoint"): (
-        "tests/ranks/test_remedies.py::test_remedies"
+    ("offload/ranks/fsdp.py", "recomputes; use 'auto', 'host' or 'nvme'"): (
+        "tests/ranks/test_activations.py::test_bits_of_tensor_parallelism"
     ),
     ("offload/ranks/fsdp.py", "supported; call fully_shard on all of them with one"): (
-        "tests/ranks/test_remedies.py::test_remedies"
-    ),
-    ("offload/ranks/fsdp.py", ", and not by its rows; leave shard_placement_fn out"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/spread_optimizers.py", "it; use optimizer.load_state_dict"): (

@@ -1,0 +1,59 @@
+"""Rectangular parts of tensors: what a rank has of a parameter that is spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, order=True)
+class Region:
+    """A rectangular part of a tensor.
+
+    Attributes:
+        first: where it begins, by dimension.
+        shape: its own shape.
+        whole: the shape of the whole tensor.
+    """
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> Region:
+        """Return the region that is the whole tensor."""
+        return cls((0,) * len(shape), tuple(shape), tuple(shape))
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it consists of whole rows."""
+        return self.shape[1:] == self.whole[1:]
+
+    @property
+    def rows(self) -> Region:
+        """The whole rows that contain it."""
+        first, shape = (*self.first[:1], *(0 for _ in self.first[1:])), self.shape[:1]
+        return Region(first, (*shape, *self.whole[1:]), self.whole)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this part, a view, of a tensor of the whole shape."""
+        return self.inside(tensor, Region.all_of(self.whole))
+
+    def inside(self, tensor: torch.Tensor, other: Region) -> torch.Tensor:
+        """Return this part of a ``tensor`` that is the part ``other``, which contains this one."""
+        begins = zip(self.first, other.first, self.shape, strict=True)
+        return tensor[tuple(slice(mine - its, mine - its + n) for mine, its, n in begins)]
+
+    def shared_with(self, other: Region) -> Region | None:
+        """Return the part that both have; ``None``: they have nothing in common."""
+        ends = [
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(self.first, self.shape, other.first, other.shape, strict=True)
+        ]
+        if any(last <= first for first, last in ends):
+            return None
+        shape = tuple(last - first for first, last in ends)
+        return Region(tuple(first for first, _ in ends), shape, self.whole)
