@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-KINDS = ("zero2-cpu", "zero3-cpu", "zero3-nvme", "superoffload", "zenflow")
+KINDS = ("zero2-cpu", "zero3-cpu", "zero3-all-cpu", "zero3-nvme", "superoffload", "zenflow")
 
 
 def settings(
@@ -38,6 +38,8 @@ def settings(
         "zero_optimization": zero,
         "steps_per_print": 1_000_000,
     }
+    if kind == "zero3-all-cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     if kind == "zero3-nvme":
         zero["offload_optimizer"] = {
             "device": "nvme", "nvme_path": nvme, "pin_memory": pinned, "buffer_count": 12,

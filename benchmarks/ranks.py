@@ -1,5 +1,5 @@
 """Several processes that train one model: overspill over FSDP2 and DDP, beside FSDP2 alone, its
-CPUOffloadPolicy, and DeepSpeed's ZeRO-2 with the state in host memory.
+CPUOffloadPolicy, and DeepSpeed's ZeRO-2 and ZeRO-3 with state, and parameters, in host memory.
 
 Each rank is a process with its part of the cores.  Losses are means over ranks.
 """
@@ -80,6 +80,7 @@ class Group:
 def _arms(plan: Plan, store: Path, quick: bool) -> list[Group]:
     room = 64 << 20 if quick else RANKS * GIB
     small = RANKS * (32 << 20) if quick else RANKS * (180 << 20)
+    streamed = parameters(plan.shape) * 4 // RANKS * 2 // 3  # of weights, a third is elsewhere
     disk = {"host_memory": small, "durable": False}
     folders = {}
     for name in ("fsdp", "durable", "ddp"):
@@ -89,6 +90,8 @@ def _arms(plan: Plan, store: Path, quick: bool) -> list[Group]:
         Group("FSDP2, torch's AdamW, in memory", plan, "fsdp2-memory", {}),
         Group("FSDP2 with CPUOffloadPolicy", plan, "fsdp2", {}),
         Group("overspill over FSDP2, host memory", plan, "overspill-fsdp2", {"host_memory": room}),
+        Group("overspill over FSDP2, shards streamed", plan, "overspill-fsdp2",
+              {"host_memory": room, "device": "sim", "device_memory": streamed}),
         Group("overspill over FSDP2, NVMe", plan, "overspill-fsdp2",
               {**disk, "nvme": folders["fsdp"]}),
         Group("overspill over FSDP2, NVMe, durable", plan, "overspill-fsdp2",
@@ -97,8 +100,13 @@ def _arms(plan: Plan, store: Path, quick: bool) -> list[Group]:
     ]  # fmt: skip
     if not quick:
         batch = plan.shape.batch // RANKS
-        options = {"kind": "zero2-cpu", "batch": batch}
-        made.append(Group("DeepSpeed ZeRO-2, CPU offload", plan, "deepspeed", options, "deepspeed"))
+        made += [
+            Group(name, plan, "deepspeed", {"kind": kind, "batch": batch}, "deepspeed")
+            for name, kind in (
+                ("DeepSpeed ZeRO-2, CPU offload", "zero2-cpu"),
+                ("DeepSpeed ZeRO-3, CPU offload, parameters too", "zero3-all-cpu"),
+            )
+        ]
     return made
 
 
