@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -146,6 +147,19 @@ def resumed_elsewhere(rank: int, size: int, folder: Path) -> None:
             assert train(model, optimizer, rank, STEPS) == expected
 
 
+def reads_once(rank: int, size: int, folder: Path) -> None:
+    """Each rank reads its rows in place: together they read as much as one device does."""
+    model = spread(empty())
+    tighter = {"host_memory": "600KiB", "device_memory": DEVICE * 2 // 3 // size, "durable": False}
+    with wrapped(model, folder / f"reads-{size}", weights=folder / "base", **tighter) as optimizer:
+        train(model, optimizer, rank)
+        read: list[Any] = [None] * size
+        dist.all_gather_object(read, optimizer.stats.read.bytes)
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    # In forward and in backward, but for what stays in memory.
+    assert 1.1 * frozen <= sum(read) <= 1.5 * frozen, (read, frozen)
+
+
 def in_place(rank: int, size: int, folder: Path) -> None:
     """A base that was never in memory: built empty, and read from the folder row by row.
 
@@ -174,6 +188,7 @@ def in_place(rank: int, size: int, folder: Path) -> None:
             for name, p in base().named_parameters():
                 kept = values[f"base_model.model.{name}"] if "proj" not in name else None
                 assert kept is None or torch.equal(kept, p), name
+    reads_once(rank, size, folder)
     if rank:  # other ranks' random numbers are their own
         torch.manual_seed(1 + rank)
         assert torch.equal(states[0], torch.get_rng_state())
