@@ -316,6 +316,8 @@ class Bridge:
         """Handle a reduced gradient of a shard that was set or accumulated."""
         self._mirror(number)
         shard, p = self._shards[number], self._local[number]
+        if p.grad is not None:  # HSDP allocates it on another stream than this
+            self._external_forward.accelerator.keep(p.grad)
         self._external_forward.appeared(self._index[id(p)])
         if p.grad is not None:
             shard.hold(p.grad)

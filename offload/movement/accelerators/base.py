@@ -230,7 +230,8 @@ class Accelerator(Protocol):
         ...
 
     def keep(self, memory: torch.Tensor) -> None:
-        """Let the calling thread's compute read ``memory``, which ``lend`` returned.
+        """Let the calling thread's compute read ``memory`` that belongs to another stream, such as
+        memory that ``lend`` returned.
 
         After its last view is dropped, the memory is reused only once the work that this compute
         had enqueued by then is over.
