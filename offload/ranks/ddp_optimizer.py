@@ -75,8 +75,8 @@ def whole_state(replica: Replica, mine: Mapping[str, Any], world: World) -> dict
 def _whole(
     replica: Replica, rows: torch.Tensor | None, dtype: torch.dtype, world: World
 ) -> torch.Tensor:
-    whole = torch.empty(replica.param.shape, dtype=dtype)
-    padded = torch.empty(replica.of_rank(whole, 0).shape, dtype=dtype)
+    whole = torch.empty(replica.param.shape, dtype=dtype, device="cpu")
+    padded = torch.empty(replica.of_rank(whole, 0).shape, dtype=dtype, device="cpu")
     if rows is not None:
         (padded[: rows.shape[0]] if rows.dim() else padded).copy_(rows)
     parts = [torch.empty_like(padded) for _ in range(world.size)]

@@ -406,8 +406,8 @@ class ShardedOptimizer(SpreadOptimizer):
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         shard = self._by_name[name]
-        mine = torch.empty(shard.local.shape, dtype=dtype) if rows is None else rows
-        whole: Any = shard.like_whole(mine)
+        mine = torch.empty(shard.local.shape, dtype=dtype, device="cpu") if rows is None else rows
+        whole: Any = shard.like_whole(mine.to(shard.param.device))
         found: torch.Tensor = whole.full_tensor()
         return found.cpu()
 

@@ -334,7 +334,7 @@ class Pieces:
         Raises:
             CorruptionError: a rank's part of it is missing.
         """
-        found, numel = torch.empty(wanted.shape, dtype=self._dtype), 0
+        found, numel = torch.empty(wanted.shape, dtype=self._dtype, device="cpu"), 0
         for region, part in self._parts.items():
             if (shared := region.shared_with(wanted)) is not None:
                 mine = shared.inside(found, wanted)

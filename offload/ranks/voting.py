@@ -53,7 +53,7 @@ class Votes:
         Raises:
             OffloadError: a rank has another commit, or did not come.
         """
-        mine = torch.tensor([number, step])
+        mine = torch.tensor([number, step], device="cpu")
         found = [torch.empty_like(mine) for _ in range(self._size)]
         began_s = time.monotonic()
         try:

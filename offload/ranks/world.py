@@ -228,7 +228,7 @@ class World:
 
     def norm(self, squares: float) -> float:
         """Return the global L2 norm, the same on all ranks, from every rank's sum of squares."""
-        mine = torch.tensor([squares], dtype=torch.float64)
+        mine = torch.tensor([squares], dtype=torch.float64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
         values = [float(each) for each in found]
