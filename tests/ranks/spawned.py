@@ -96,14 +96,16 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 class Started:
     """``work(rank, size, *args)`` on several ranks, under way."""
 
-    def __init__(self, size: int, work: Callable[..., Any], *args: Any) -> None:
+    def __init__(
+        self, size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo"
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._ranks: list[Any] = []
         for rank in range(size):
             here, there = CONTEXT.Pipe()
             met = f"{self._folder.name}/met"
-            each = CONTEXT.Process(target=_run, args=(there, rank, size, met, work, args))
+            each = CONTEXT.Process(target=_run, args=(there, rank, size, met, work, args, backend))
             each.start()
             there.close()
             self._pipes.append(here)
@@ -154,13 +156,13 @@ class Started:
         assert not hung, f"{hung} did not end"
 
 
-def spawn(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``work(rank, size, *args)`` gives on each rank.
+def spawn(size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """What ``work(rank, size, *args)`` gives on each rank; ``backend``: of torch.distributed.
 
     Raises:
         AssertionError: it raised on one of them, or took too long.
     """
-    ranks = Started(size, work, *args)
+    ranks = Started(size, work, *args, backend=backend)
     try:
         answers = ranks.answers()
     finally:
@@ -171,12 +173,13 @@ def spawn(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _run(
-    pipe: Connection, rank: int, size: int, met: str, work: Callable[..., Any], args: Any
-) -> None:
+    pipe: Connection, rank: int, size: int, met: str, work: Callable[..., Any], args: Any,
+    backend: str,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{met}", rank=rank, world_size=size,
+            backend, init_method=f"file://{met}", rank=rank, world_size=size,
             timeout=timedelta(seconds=PATIENCE_S),
         )  # fmt: skip
         target = io.BytesIO()  # tensors as they are, not shared with a process that ends

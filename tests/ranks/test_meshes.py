@@ -44,7 +44,7 @@ MESHES = {  # dimensions, and their sizes
 }  # fmt: skip
 
 
-def _parallel(model: Net, mesh: Any, *, sequence: bool) -> None:
+def parallel(model: Net, mesh: Any, *, sequence: bool) -> None:
     """Tensor parallelism, of all modules but the normalisations, or of these too."""
     around: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -74,7 +74,7 @@ def on_mesh(kind: str, model: Net | None = None) -> Net:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = net() if model is None else model
     if "tp" in sizes:
-        _parallel(model, mesh["tp"], sequence=kind == "sequence")
+        parallel(model, mesh["tp"], sequence=kind == "sequence")
     names = tuple(name for name in sizes if name != "tp")
     options: dict[str, Any] = {"mesh": mesh[names]}
     if kind == "columns":
