@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, order=True)
-class Region:
+class TensorRegion:
     """A rectangular part of a tensor.
 
     Attributes:
@@ -23,7 +23,7 @@ class Region:
     whole: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, shape: Sequence[int]) -> Region:
+    def all_of(cls, shape: Sequence[int]) -> TensorRegion:
         """Return the region that is the whole tensor."""
         return cls((0,) * len(shape), tuple(shape), tuple(shape))
 
@@ -33,21 +33,21 @@ class Region:
         return self.shape[1:] == self.whole[1:]
 
     @property
-    def rows(self) -> Region:
+    def rows(self) -> TensorRegion:
         """The whole rows that contain it."""
         first, shape = (*self.first[:1], *(0 for _ in self.first[1:])), self.shape[:1]
-        return Region(first, (*shape, *self.whole[1:]), self.whole)
+        return TensorRegion(first, (*shape, *self.whole[1:]), self.whole)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this part, a view, of a tensor of the whole shape."""
-        return self.inside(tensor, Region.all_of(self.whole))
+        return self.inside(tensor, TensorRegion.all_of(self.whole))
 
-    def inside(self, tensor: torch.Tensor, other: Region) -> torch.Tensor:
+    def inside(self, tensor: torch.Tensor, other: TensorRegion) -> torch.Tensor:
         """Return this part of a ``tensor`` that is the part ``other``, which contains this one."""
         begins = zip(self.first, other.first, self.shape, strict=True)
         return tensor[tuple(slice(mine - its, mine - its + n) for mine, its, n in begins)]
 
-    def shared_with(self, other: Region) -> Region | None:
+    def shared_with(self, other: TensorRegion) -> TensorRegion | None:
         """Return the part that both have; ``None``: they have nothing in common."""
         ends = [
             (max(a, b), min(a + n, b + m))
@@ -56,4 +56,4 @@ class Region:
         if any(last <= first for first, last in ends):
             return None
         shape = tuple(last - first for first, last in ends)
-        return Region(tuple(first for first, _ in ends), shape, self.whole)
+        return TensorRegion(tuple(first for first, _ in ends), shape, self.whole)

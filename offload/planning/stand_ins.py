@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .regions import Region
+from .regions import TensorRegion
 from .unit_discovery import FoundUnit, modules_named
 
 
@@ -43,7 +43,7 @@ class StandInModel(nn.Module):
 
     whole: nn.Module
     local_of: dict[int, nn.Parameter]
-    regions: dict[int, Region]
+    regions: dict[int, TensorRegion]
     ranks: int
     communicates: bool = False
 

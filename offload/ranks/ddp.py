@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import ModelError
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from ..planning.unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 from ..private import torch_private
 from .parts import rows_in, rows_of_rank
@@ -45,13 +45,13 @@ class Replica:
         return rows_of_rank(rows_in(self.whole), rank, self._size)
 
     @property
-    def region(self) -> Region:
+    def region(self) -> TensorRegion:
         shape = tuple(self._p.shape)
         first, last = self.rows(self._rank)
         return (
-            Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), shape)
+            TensorRegion((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), shape)
             if shape
-            else Region.all_of(shape)
+            else TensorRegion.all_of(shape)
         )
 
     @property

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import WeightError
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from ..planning.unit_discovery import ROOT, FoundUnit
 from ..private import torch_private
 from ..private.handles import Removable
@@ -121,11 +121,11 @@ class Shard:
         return bool(self._of.padded_sharded_param_size == self._of.sharded_size)
 
     @cached_property
-    def region(self) -> Region:
+    def region(self) -> TensorRegion:
         """See ``LocalShard``."""
         p: Any = self.param
         shape, first = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-        return Region(tuple(first), tuple(shape), tuple(p.shape))
+        return TensorRegion(tuple(first), tuple(shape), tuple(p.shape))
 
     @property
     def ranks(self) -> int:

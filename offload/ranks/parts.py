@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..errors import RankError
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from ..planning.unit_discovery import FoundUnit
 
 
@@ -34,7 +34,7 @@ class LocalShard(Protocol):
         ...
 
     @property
-    def region(self) -> Region:
+    def region(self) -> TensorRegion:
         """Where ``local`` is in the whole parameter."""
         ...
 

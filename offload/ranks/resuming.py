@@ -26,7 +26,7 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from ..private import torch_private
 from ..state.unmanaged import UnmanagedState
 from ..wrapping import opened, reopened
@@ -41,7 +41,7 @@ _FACTS = ("its shape", "its dtype", "the param group that trains it")
 class RegionState(Mapping[str, Any]):
     """The state of a region of a parameter, each tensor of which is read on access."""
 
-    def __init__(self, source: RunSource, name: str, region: Region) -> None:
+    def __init__(self, source: RunSource, name: str, region: TensorRegion) -> None:
         self._source, self._name, self._region = source, name, region
 
     def __getitem__(self, key: str) -> Any:
@@ -91,7 +91,7 @@ def resumed_whole(
         optimizer = optimizer or _optimizer(model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, model, optimizer, config)
-        regions = {name: (p, Region.all_of(p.shape)) for name, p in model.named_parameters()}
+        regions = {name: (p, TensorRegion.all_of(p.shape)) for name, p in model.named_parameters()}
         for name, (p, region) in regions.items():
             device = "cpu" if p.is_meta else p.device
             value = source.weight(name, region).to(device, config.weight_dtype or p.dtype)
@@ -250,7 +250,7 @@ def _require_like(
 
 def _fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, source: RunSource,
-    regions: Mapping[str, tuple[nn.Parameter, Region]], rank: int,
+    regions: Mapping[str, tuple[nn.Parameter, TensorRegion]], rank: int,
 ) -> Any:  # fmt: skip
     """Set the optimizer, buffers and random generators to what the stores hold.
 

@@ -27,7 +27,7 @@ from ..durable.tensors import (
 from ..errors import CorruptionError, IoError
 from ..io_engine.committed import FoundStore, find_store
 from ..io_engine.manifest import Generation, read_manifest
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
@@ -269,11 +269,11 @@ class RunSource:
 
     # -- regions ---------------------------------------------------------------------------------
 
-    def weight(self, name: str, region: Region) -> torch.Tensor:
+    def weight(self, name: str, region: TensorRegion) -> torch.Tensor:
         """Return a region of a parameter, as it is stored."""
         return self._weights[name].region(region)
 
-    def state(self, name: str, key: str, region: Region) -> Any:
+    def state(self, name: str, key: str, region: TensorRegion) -> Any:
         """Return a region of one tensor of a parameter's state, in fp32, or its step."""
         value = self._state[name][key]
         return value.region(region) if isinstance(value, Pieces) else value
@@ -321,14 +321,14 @@ class Pieces:
         each, place = parts[0]
         rows = sum(part.shape[0] for part, _ in parts) if each.shape else 0
         self.shape = (rows, *each.shape[1:])[: len(each.shape)] if place is None else place[1]
-        self._dtype, self._parts, row = each.dtype, dict[Region, StreamedTensor](), 0
+        self._dtype, self._parts, row = each.dtype, dict[TensorRegion, StreamedTensor](), 0
         for part, place in parts:
             after = (row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
             first = after if place is None else place[0]
-            self._parts.setdefault(Region(tuple(first), part.shape, tuple(self.shape)), part)
+            self._parts.setdefault(TensorRegion(tuple(first), part.shape, tuple(self.shape)), part)
             row += part.shape[0] if part.shape else 0
 
-    def region(self, wanted: Region) -> torch.Tensor:
+    def region(self, wanted: TensorRegion) -> torch.Tensor:
         """Read a region.
 
         Raises:
@@ -353,7 +353,7 @@ class Pieces:
     def joined(self, name: str) -> StreamedTensor:
         """Return the whole tensor. Parts of it that are not whole rows are read at once."""
         self._require(sum(part.numel for part in self._parts.values()), math.prod(self.shape))
-        bands: dict[Region, list[StreamedTensor]] = {}
+        bands: dict[TensorRegion, list[StreamedTensor]] = {}
         for region, part in sorted(self._parts.items(), key=lambda item: item[0]):
             bands.setdefault(region.rows, []).append(part)
         return one_after_the_other(
@@ -364,7 +364,7 @@ class Pieces:
             ],
         )
 
-    def _band(self, name: str, rows: Region) -> StreamedTensor:
+    def _band(self, name: str, rows: TensorRegion) -> StreamedTensor:
         return lazy(name, self._dtype, rows.shape, lambda: self.region(rows))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..planning.models import named_models
 from ..planning.partition import Partition
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from ..planning.sections import has_sections
 from ..planning.stand_ins import StandInModel, whole_model
 from ..private import bitsandbytes_private, torch_private
@@ -147,7 +147,7 @@ def _match_regions(files: TensorFiles, model: StandInModel, parts: Partition) ->
     matched = match_files(files, model.whole, every)
     index_of = {id(p): index for index, p in enumerate(parts.parameters)}
     names: dict[int, str] = {}
-    regions: dict[str, Region] = {}
+    regions: dict[str, TensorRegion] = {}
     for number, p in enumerate(every):
         local = model.local_of.get(id(p))
         if local is None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from ..io_engine.file_ranges import FileState
-from ..planning.regions import Region
+from ..planning.regions import TensorRegion
 from .weight_files import InFiles, QuantisedInFiles, TensorFiles, cut_runs, read_runs
 
 
 class RegionFiles:
     """A view of ``TensorFiles`` that limits some tensors to a region."""
 
-    def __init__(self, files: TensorFiles, regions: Mapping[str, Region]) -> None:
+    def __init__(self, files: TensorFiles, regions: Mapping[str, TensorRegion]) -> None:
         """
         Args:
             regions: by name.
@@ -65,7 +65,7 @@ class RegionFiles:
         return self._files.state(path)
 
 
-def _rows(whole: InFiles, rows: Region) -> InFiles:
+def _rows(whole: InFiles, rows: TensorRegion) -> InFiles:
     each = math.prod(rows.whole[1:]) * whole.dtype.itemsize
     first, count = (rows.first[0], rows.shape[0]) if rows.shape else (0, 1)
     return InFiles(whole.dtype, tuple(cut_runs(whole.runs, first * each, count * each)))
