@@ -127,7 +127,7 @@ class Averages:
         """Exchange weights and averages, for a ``block``.
 
         Args:
-            around: told of this exchange and of the one back.
+            around: called before and after this exchange and the one back.
         """
         self._weights.require_writable({unit for unit, _ in self._chunks})
         self._block, self._around = block, around
@@ -213,7 +213,7 @@ class Averaged:
         """
         Args:
             require: raises if the model cannot be used.
-            around: told of each exchange.
+            around: called before and after each exchange.
         """
         self._averages, self._require, self._model = averages, require, model
         self._around = around
