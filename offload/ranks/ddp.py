@@ -113,7 +113,7 @@ class Replicated:
                 "weights= is not for DistributedDataParallel, which has sent its weights to all "
                 "ranks by now: load them into the model before"
             )
-        for name in ("frozen", "resident"):
+        for name in ("frozen", "precision", "resident"):
             if getattr(config, name) is not None:
                 raise ValueError(
                     f"{name}= is not for DistributedDataParallel, under which every rank computes "
@@ -125,6 +125,9 @@ class Replicated:
                 "update='backward' is not for DistributedDataParallel: its gradients are final "
                 "only when backward is over; use update='next_forward'"
             )
+
+    def begin(self) -> None:
+        """Do nothing: the strategy changes nothing."""
 
     def give_back(self) -> None:
         """Do nothing: the strategy changes nothing."""

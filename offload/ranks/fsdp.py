@@ -10,7 +10,7 @@ from torch import nn
 from ..config import OffloadConfig
 from ..errors import ModelError
 from .filling import leave_on_meta
-from .fsdp_private import HostPolicy, ShardedModule, ranks_of, sharded_modules
+from .fsdp_private import HostPolicy, Kept, Shard, ShardedModule, ranks_of, sharded_modules
 
 log = logging.getLogger("overspill")
 
@@ -34,6 +34,7 @@ class FullySharded:
         # Ids of parameters and buffers that were on ``meta``.
         self.without_values = frozenset[int]()
         self._host_policy = HostPolicy(model)
+        self._cast: list[tuple[Shard, Kept]] = []  # their state in the former dtype
         try:
             if self._host_policy.device is not None:
                 self._host_policy.drop()
@@ -69,8 +70,36 @@ class FullySharded:
                 "'auto', 'host' or 'nvme'"
             )
 
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Change the dtype of all floating-point shards, whose values an engine converts.
+
+        ``None``: nothing is changed.
+        """
+        for part in self.parts:
+            for shard in part.shards:
+                local = shard.local
+                if dtype not in (None, local.dtype) and local.is_floating_point():
+                    self._cast.append((shard, shard.kept()))
+                    shard.put(
+                        torch.empty_like(local, dtype=dtype, device="meta"), shard.param.device
+                    )
+        self._renew_dtypes()
+
+    def _renew_dtypes(self) -> None:
+        for part in self.parts if self._cast else ():
+            part.renew_dtypes()
+
+    def begin(self) -> None:
+        """Drop what ``give_back`` would restore: every rank has an engine."""
+        self._cast.clear()
+
     def give_back(self) -> None:
-        """Restore FSDP2's own policy; shards that got no values are on ``meta`` again."""
+        """Restore dtypes and FSDP2's policy; shards that got no values are on ``meta`` again."""
+        for shard, kept in self._cast:
+            shard.put(kept[0], shard.param.device)
+            shard.restore(kept)
+        self._renew_dtypes()
+        self._cast.clear()
         shards = [shard for each in self.parts for shard in each.shards]
         if any(shard.local.is_meta for shard in shards):
             for shard in shards:
@@ -98,9 +127,12 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
             )
     everyone, shards = set(ranks_of(model) or ()), [s for each in modules for s in each.shards]
     # Under tensor parallelism, parameters that it leaves out are the same on all of its ranks.
-    rows = [set(s.gathered_from) for s in shards if s.of_dtensor and set(s.members) == everyone]
+    rows = [
+        set(row) for shard in shards for every, row in (shard.members,)
+        if shard.of_dtensor and set(every) == everyone
+    ]  # fmt: skip
     for shard in shards:
-        members = set(shard.members)
+        members = set(shard.members[0])
         if members != everyone and (shard.of_dtensor or members not in rows):
             raise ModelError(
                 "modules are sharded over different ranks (several meshes), which is not "

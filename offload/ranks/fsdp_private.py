@@ -137,20 +137,15 @@ class Shard:
         )  # fmt: skip
 
     @property
-    def gathered_from(self) -> list[int]:
-        """The global ranks over which FSDP2 shards and replicates it."""
-        return _members(self._of.mesh_info.mesh)
-
-    @property
     def of_dtensor(self) -> bool:
         """Whether the parameter was a ``DTensor`` before it was sharded."""
         return bool(self._of.is_dtensor)
 
     @property
-    def members(self) -> list[int]:
-        """The global ranks that have the parameter's shards."""
+    def members(self) -> tuple[list[int], list[int]]:
+        """The global ranks that have shards of it, and those over which FSDP2 spreads it."""
         p: Any = self.param
-        return _members(p.device_mesh)
+        return _members(p.device_mesh), _members(self._of.mesh_info.mesh)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -296,6 +291,14 @@ class ShardedModule:
         that raised.
         """
         _spread(self._groups)
+
+    def renew_dtypes(self) -> None:
+        """Let FSDP2 gather and reduce in the present dtypes of the shards."""
+        for group in self._groups:
+            for p in group.fsdp_params:
+                p.all_gather_outputs = []
+                p.__dict__.pop("_unsharded_param", None)
+            group._init_mp_dtypes()
 
     def run_first(self) -> None:
         """Let FSDP2 gather weights and cast inputs before the hooks that were registered since.
@@ -448,7 +451,7 @@ def _put(of: Any, memory: torch.Tensor, device: torch.device) -> None:
     made._local_tensor = memory
     made._is_param = True
     if p.grad is not None:
-        made.grad = p.grad.to(device)
+        made.grad = p.grad.to(device, memory.dtype)
     torch.utils.swap_tensors(p, made)
     flat = memory.reshape(-1)
     if not memory.numel():  # FSDP2 gathers padding from a rank without rows

@@ -100,6 +100,10 @@ class ParallelStrategy(Protocol):
         """
         ...
 
+    def begin(self) -> None:
+        """Drop what ``give_back`` would restore: every rank has an engine."""
+        ...
+
     def give_back(self) -> None:
         """Restore what the strategy changed in the model."""
         ...

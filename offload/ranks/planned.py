@@ -45,7 +45,7 @@ def plan_of_rank(
     options = options_for(machine, options)
     units = options.pop("units", None)
     config = OffloadConfig.from_options(options)
-    refuse_options(replace(config, precision=None))  # the model is cast before it is sharded
+    refuse_options(config)
     if optimizer is None:
         config = config.for_inference()
     else:

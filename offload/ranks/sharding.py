@@ -47,7 +47,7 @@ log = logging.getLogger("overspill")
 Made = TypeVar("Made")
 _OWN = ("device", "extra", "init", "rates", "verbose", "weights")  # may differ by rank
 # These control how weights are created or moved, which FSDP2 or DDP does here.
-_NOT_HERE = ("precision", "units", "init")
+_NOT_HERE = ("units", "init")
 
 
 class Sharding:
@@ -158,6 +158,8 @@ class Sharding:
             if config.durable and self.world.rank == 0:
                 warn_not_committed(self.model)
         device = config.device or str(next(self.model.parameters()).device)
+        if isinstance(self._way, FullySharded):
+            self._way.cast(config.weight_dtype)
         whole = replace(config, device=device)
         measured = self._rates(whole, optimizer)
         rates = self.world.rates(measured, on_cpu=device == "cpu")
@@ -201,6 +203,7 @@ class Sharding:
             self.world.gathered(None)  # from here on every rank has an engine
             for bridge in self._bridges:
                 bridge.begin()
+            self._way.begin()
             self._marks = ModelMarks(self._way.held[0], lambda: False)
             self._marks.put(None)
             hold(self._way.held[0], made)

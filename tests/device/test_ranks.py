@@ -26,6 +26,7 @@ from tests.ranks.spawned import RATES, VOCABULARY, Net, adamw, folder_of, spawn
 from tests.ranks.test_meshes import MESHES, batch_of, parallel, size_of
 
 STEPS = 4
+ALIKE = ("update", "accumulate", "max_grad_norm", "precision")  # options that change results
 TIGHT = 160 * 1024  # bytes of all ranks' shards on their devices
 
 
@@ -85,7 +86,7 @@ def ordered(rank: int, size: int, folder: Path, kind: str, cases: list[dict[str,
 
     batch = rank if kind == "ddp" else batch_of(kind, rank)
     for number, case in enumerate(cases):
-        alike = {k: v for k, v in case.items() if k in ("update", "accumulate", "max_grad_norm")}
+        alike = {k: v for k, v in case.items() if k in ALIKE}
         losses, weights = trained(kind, "cpu", batch, alike)
         if case.get("nvme"):
             case = {**case, "nvme": folder_of(folder / f"{kind}{number}")}
@@ -115,7 +116,10 @@ OF_DDP: list[dict[str, Any]] = [
     {"update": "step"}, {"update": "next_forward", "max_grad_norm": 0.5},
     {"update": "next_forward", "activations": "host", "accumulate": 2},
 ]  # fmt: skip
-OF_ROWS = [*_cases(2), {**_cases(2)[1], "activations": "recompute"}]
+OF_ROWS = [
+    *_cases(2), {**_cases(2)[1], "activations": "recompute"},
+    {**_cases(2)[1], "precision": "bf16", "device_memory": TIGHT // 4},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

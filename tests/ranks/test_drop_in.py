@@ -214,7 +214,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(overspill.OffloadError, match="not sharded"):
         wrapped(model)
     for options in (
-        {"precision": "bf16"}, {"units": ["layers.0"]}, {"loss": "chunked"}, {"tile": ["0"]},
+        {"units": ["layers.0"]}, {"loss": "chunked"}, {"tile": ["0"]},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="not for a sharded model"):
             wrapped(sharded(), **options)
