@@ -29,8 +29,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def words() -> Any:
+def tokenizer_of_words() -> Any:
     known = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS))]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>")
@@ -40,6 +39,11 @@ def words() -> Any:
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         unk_token="<unk>",
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return tokenizer_of_words()
 
 
 def rows(*columns: tuple[str, int], count: int = 32) -> Any:
