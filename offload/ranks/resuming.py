@@ -30,6 +30,7 @@ from ..planning.regions import TensorRegion
 from ..private import torch_private
 from ..state.unmanaged import UnmanagedState
 from ..wrapping import opened, reopened
+from .filling import memory_of
 from .sharding import Sharding, on_all_ranks
 from .stores import RunSource, RunStores, find_run, names_in
 
@@ -96,7 +97,7 @@ def resumed_whole(
             device = "cpu" if p.is_meta else p.device
             value = source.weight(name, region).to(device, config.weight_dtype or p.dtype)
             torch_private.become(p, value)
-        extra = _fill(model, optimizer, source, regions, 0)
+        extra = _fill(model, optimizer, source, regions, 0, memory_of(config.device))
         make = partial(OffloadedOptimizer, inner=optimizer)
         made = opened(model, optimizer, config, _from_step(run.step, make))
         log.info("overspill: resumed at step %d, of %d ranks' stores", run.step, len(run.stores))
@@ -174,7 +175,8 @@ def _others(
     world, source, before = sharding.world, RunSource(run), None
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
-        before = _Before(sharding.model, optimizer)
+        device = next(sharding.model.parameters()).device
+        before = _Before(sharding.model, optimizer, device)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, sharding.model, optimizer, config)
         regions = {}
@@ -184,7 +186,7 @@ def _others(
             there = "cpu" if p.is_meta else p.device
             torch_private.become(p, source.weight(shard.name, shard.region).to(there))
         mine = sharding.optimizer_over(optimizer)
-        extra = _fill(sharding.model, mine, source, regions, world.rank)
+        extra = _fill(sharding.model, mine, source, regions, world.rank, device)
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
         own = sharding.config(config, mine)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
@@ -250,11 +252,15 @@ def _require_like(
 
 def _fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, source: RunSource,
-    regions: Mapping[str, tuple[nn.Parameter, TensorRegion]], rank: int,
+    regions: Mapping[str, tuple[nn.Parameter, TensorRegion]], rank: int, device: torch.device,
 ) -> Any:  # fmt: skip
     """Set the optimizer, buffers and random generators to what the stores hold.
 
-    The optimizer's state is read when it is loaded.
+    The optimizer's state is read when it is loaded. A rank that did not exist keeps its random
+    states.
+
+    Args:
+        device: the device that the rank computes on.
 
     Returns:
         The commit's ``extra``.
@@ -265,7 +271,8 @@ def _fill(
         warn_of_kept_options(optimizer.param_groups, facts["groups"])
     restore_groups(optimizer.param_groups, facts["groups"])
     buffers.restore()
-    restore_random_states(facts["rng"], torch.device("cpu"))
+    if rank < len(source.run.stores):
+        restore_random_states(facts["rng"], device)
     optimizer.state.clear()
     for name, (p, region) in regions.items():
         if source.state_names(name):
@@ -276,20 +283,22 @@ def _fill(
 class _Before:
     """The former state of a model and its optimizer, except for weights and optimizer state."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
         self._groups = [
             (group, {k: _kept(v) for k, v in group.items() if k != "params"})
             for group in optimizer.param_groups
         ]
         self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
-        self._random = random_states(torch.device("cpu"))
+        self._device, self._random = device, random_states(device)
 
     def restore(self) -> None:
         for group, kept in self._groups:
             group.update(kept)
         for buffer, value in self._buffers:
             buffer.detach().copy_(value)
-        restore_random_states(self._random, torch.device("cpu"))
+        restore_random_states(self._random, self._device)
 
 
 def _kept(value: Any) -> Any:

@@ -22,11 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 from tests.device import staged
+from tests.device.install import install
 from tests.ranks.spawned import RATES, VOCABULARY, Net, adamw, folder_of, spawn
 from tests.ranks.test_meshes import MESHES, batch_of, parallel, size_of
 
 STEPS = 4
 ALIKE = ("update", "accumulate", "max_grad_norm", "precision")  # options that change results
+native = install()
 TIGHT = 160 * 1024  # bytes of all ranks' shards on their devices
 
 
@@ -82,8 +84,6 @@ def trained(
 
 
 def ordered(rank: int, size: int, folder: Path, kind: str, cases: list[dict[str, Any]]) -> None:
-    from tests.devices import native
-
     batch = rank if kind == "ddp" else batch_of(kind, rank)
     for number, case in enumerate(cases):
         alike = {k: v for k, v in case.items() if k in ALIKE}
@@ -134,3 +134,37 @@ OF_ROWS = [
 def test_what_ranks_do_is_ordered(kind: str, cases: list[dict[str, Any]], tmp_path: Path) -> None:
     size = 2 if kind == "ddp" else size_of(kind)
     spawn(size, ordered, tmp_path, kind, cases, backend=staged.NAME)
+
+
+def begins(rank: int, size: int, run: Path, states: Path) -> None:
+    model = made("rows alone" if size == 1 else "rows", "testdev")
+    torch.manual_seed(rank)  # of the device, too
+    with overspill.wrap(
+        model, adamw(model), host_memory="1GiB", rates=RATES, nvme=run
+    ) as optimizer:
+        loss_of(model, 0, rank, "testdev").backward()
+        optimizer.step()
+        torch.rand(3, device="testdev")
+        optimizer.commit()
+        torch.save(torch.testdev.get_rng_state(), states / f"{size}-{rank}.pt")  # type: ignore[attr-defined]
+
+
+def goes_on(rank: int, size: int, run: Path, into: Path, states: Path, before: int) -> None:
+    """On another number of ranks: one that existed has its random numbers, others their own."""
+    model = made("rows alone" if size == 1 else "rows", "testdev")
+    torch.manual_seed(50 + rank)
+    own = torch.testdev.get_rng_state()  # type: ignore[attr-defined]
+    resumed, _ = overspill.resume(
+        model, run, adamw(model), host_memory="1GiB", rates=RATES, nvme=into
+    )
+    with resumed:
+        now = torch.testdev.get_rng_state()  # type: ignore[attr-defined]
+        kept = torch.load(states / f"{before}-{rank}.pt") if rank < before else own
+        assert torch.equal(now, kept)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_random_numbers_of_the_device_are_resumed(sizes: tuple[int, int], tmp_path: Path) -> None:
+    run, into, states = (folder_of(tmp_path / name) for name in ("run", "into", "states"))
+    spawn(sizes[0], begins, run, states, backend=staged.NAME)
+    spawn(sizes[1], goes_on, run, into, states, sizes[0], backend=staged.NAME)

@@ -40,7 +40,8 @@ MESHES = {  # dimensions, and their sizes
     "hsdp": {"replicate": 2, "shard": 2}, "wide hsdp": {"replicate": 4, "shard": 1},
     "narrow hsdp": {"replicate": 1, "shard": 4}, "tp": {"shard": 2, "tp": 2},
     "sequence": {"shard": 2, "tp": 2}, "all": {"replicate": 2, "shard": 1, "tp": 2},
-    "tp alone": {"shard": 1, "tp": 2}, "columns": {"shard": 2}, "rows": {"shard": 2},
+    "tp alone": {"shard": 1, "tp": 2}, "columns": {"shard": 2},
+    "rows": {"shard": 2}, "rows alone": {"shard": 1},
 }  # fmt: skip
 
 
