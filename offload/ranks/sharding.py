@@ -166,7 +166,9 @@ class Sharding:
         units = tuple(self.shards.units)
         # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
         stay = ("",) if isinstance(self._way, Replicated) else config.resident
-        gathers = gathered_bytes(self.shards) if self.shards.ranks > 1 else 0
+        # FSDP2 copies weights to where they compute, even those of one rank.
+        sharded = isinstance(self._way, FullySharded)
+        gathers = gathered_bytes(self.shards) if sharded else 0
         own = self.world.share(whole, gathers)
         return replace(own, rates=rates, units=units, resident=stay)
 
