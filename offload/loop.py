@@ -85,8 +85,8 @@ class Loop:
         That is after ``close``, after a failure, in ``materialized`` and ``averaged``, and in a
         thread other than the training thread.
         """
+        self.require_editable()  # first: this ends blocks that an exception has left
         self._averages.require_ended()
-        self.require_editable()
 
     def require_editable(self) -> None:
         """Raise where ``require_usable`` does, but not in ``averaged``."""
