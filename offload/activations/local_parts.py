@@ -20,7 +20,7 @@ def local_part(
 
     ``None``: it is another kind of tensor, such as a subclass.
     """
-    if type(t) is torch.Tensor or not torch_private.is_wrapper(t):
+    if not torch_private.is_wrapper(t):
         return None
     from torch.distributed.tensor import DTensor
 

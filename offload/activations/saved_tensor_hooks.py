@@ -180,16 +180,11 @@ class SavedTensors:
             return _Plain(t)
         if (rest := self.saved_offloader.rest_for(t)) is not None:
             return _Plain(t, rest)
-        return self.saved_offloader.pack(t) or self._packed_local(t) or _Plain(t)
-
-    def _packed_local(self, t: torch.Tensor) -> _Local | None:
-        """Pack this rank's part of a ``DTensor``; ``None``: it stays, or is no such tensor."""
-        found = local_part(t)
-        if found is None:
-            return None
-        assert self.saved_offloader is not None
-        handle = self.saved_offloader.pack(found[0], exact=True)
-        return None if handle is None else _Local(handle, found[1])
+        local = None if type(t) is torch.Tensor else local_part(t)
+        if local is None:
+            return self.saved_offloader.pack(t) or _Plain(t)
+        handle = self.saved_offloader.pack(local[0], exact=True)
+        return _Plain(t) if handle is None else _Local(handle, local[1])
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
         with self._lock:

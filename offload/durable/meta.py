@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import StoreError
+from ..planning.regions import Place
 from ..planning.stand_ins import StandInModel
 
 
@@ -81,16 +82,12 @@ def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
-def regions_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return, for a model of a rank's shards, the place of each in its whole parameter.
-
-    Returns:
-        By name, the first index in each dimension, and the whole shape.
-    """
+def regions_of(model: nn.Module) -> dict[str, Place]:
+    """Return, for a model of a rank's shards, the place of each in its whole parameter, by name."""
     if not isinstance(model, StandInModel):
         return {}
     found = ((name, model.regions.get(id(p))) for name, p in model.named_parameters())
-    return {name: (region.first, region.whole) for name, region in found if region is not None}
+    return {name: region.place for name, region in found if region is not None}
 
 
 def encode_facts(facts: Mapping[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,9 @@ class OffloadAccelerator(Accelerator):
         Raises:
             ValueError: there are options, and several models, or several optimizers.
         """
-        if keeps_prepared(self, args):
-            rest = iter(_each(super().prepare(*filter(_is_other, args))))
-            found = tuple(next(rest) if _is_other(each) else each for each in args)
-            return found if len(found) > 1 else found[0]
+        again = prepared_again(self, super().prepare, args, **more)
+        if again is not None:
+            return again
         kinds = [isinstance(each, torch.optim.Optimizer) for each in args]
         if self._overspill is None or not any(kinds):
             return super().prepare(*args, **more)
@@ -154,33 +154,45 @@ def wrap_prepared(prepared: Sequence[Any], options: Mapping[str, Any]) -> Offloa
     return made
 
 
-def keeps_prepared(accelerator: Accelerator, args: Sequence[Any]) -> bool:
-    """Return whether a model of several ranks, or its optimizer, was prepared and wrapped before.
+def prepared_again(
+    accelerator: Accelerator, prepare: Callable[..., Any], args: Sequence[Any], *,
+    device_placement: Sequence[bool] | None = None,
+) -> Any | None:  # fmt: skip
+    """Prepare objects among which is an optimizer that was prepared and wrapped before.
 
-    An accelerator that was emptied (``free_memory``) gets them again, but must not shard again.
+    Models and optimizers that are prepared stay as they are: an accelerator that was emptied
+    (``free_memory``) gets them again, but must not shard again.
+
+    Args:
+        prepare: prepares the others.
+
+    Returns:
+        All of them, as ``Accelerator.prepare`` does; ``None``: no optimizer was wrapped before.
     """
     optimizers = [each for each in args if isinstance(each, AcceleratedOptimizer)]
     if not any(isinstance(each.optimizer, OffloadedOptimizer) for each in optimizers):
-        return False
-    for each in args:
-        if not _is_other(each):
-            is_model = isinstance(each, nn.Module)
-            known = accelerator._models if is_model else accelerator._optimizers
-            if all(each is not other for other in known):
-                known.append(each)
-    return True
-
-
-def _is_other(each: Any) -> bool:
-    """Return whether something is neither a model nor an optimizer that accelerate prepared."""
-    prepared = getattr(each, "_is_accelerate_prepared", False)
-    return not (
-        isinstance(each, AcceleratedOptimizer) or (isinstance(each, nn.Module) and prepared)
+        return None
+    new = [not _is_prepared(each) for each in args]
+    if device_placement is not None:
+        device_placement = list(compress(device_placement, new))
+    found = prepare(*compress(args, new), device_placement=device_placement) if any(new) else ()
+    rest = iter(found if isinstance(found, tuple) else (found,))
+    for each in filter(_is_prepared, args):
+        is_model = isinstance(each, nn.Module)
+        known = accelerator._models if is_model else accelerator._optimizers
+        if all(each is not other for other in known):
+            known.append(each)
+    everything = tuple(
+        next(rest) if is_new else each for each, is_new in zip(args, new, strict=True)
     )
+    return everything if len(everything) > 1 else everything[0]
 
 
-def _each(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, tuple) else (found,)
+def _is_prepared(each: Any) -> bool:
+    """Return whether something is a model or an optimizer that accelerate has prepared."""
+    if isinstance(each, AcceleratedOptimizer):
+        return True
+    return isinstance(each, nn.Module) and getattr(each, "_is_accelerate_prepared", False)
 
 
 def _one_of_each(given: Sequence[Any], kind: type[Any]) -> tuple[nn.Module, Any]:

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from ..optimizer import OffloadedOptimizer
-from .accelerate import keeps_prepared, wrap_prepared
+from .accelerate import prepared_again, wrap_prepared
 
 
 class OverRanks(Trainer):
@@ -44,8 +44,9 @@ class OverRanks(Trainer):
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Let accelerate prepare the model for several ranks, and wrap it."""
-        if keeps_prepared(self.accelerator, args):  # by an earlier call of ``train``
-            return args if len(args) > 1 else args[0]
+        again = prepared_again(self.accelerator, prepare, args, **more)
+        if again is not None:  # an earlier call of ``train`` has wrapped the model
+            return again
         prepared = prepare(*args, **more)
         kinds = (torch.nn.Module, torch.optim.Optimizer)
         if all(any(isinstance(each, kind) for each in args) for kind in kinds):

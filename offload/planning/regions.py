@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # where a region begins, and the whole shape
+
 
 @dataclass(frozen=True, order=True)
 class TensorRegion:
@@ -26,6 +28,11 @@ class TensorRegion:
     def all_of(cls, shape: Sequence[int]) -> TensorRegion:
         """Return the region that is the whole tensor."""
         return cls((0,) * len(shape), tuple(shape), tuple(shape))
+
+    @property
+    def place(self) -> Place:
+        """What describes it besides its own shape."""
+        return self.first, self.whole
 
     @property
     def is_rows(self) -> bool:

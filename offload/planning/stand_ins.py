@@ -45,11 +45,11 @@ class StandInModel(nn.Module):
     local_of: dict[int, nn.Parameter]
     regions: dict[int, TensorRegion]
     ranks: int
-    communicates: bool = False
+    communicates: bool
 
-    def __init__(self, whole: nn.Module, ranks: int = 1) -> None:
+    def __init__(self, whole: nn.Module, ranks: int = 1, communicates: bool = False) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.communicates = ranks, communicates
         self.__dict__["whole"] = whole  # not a submodule
         self.local_of, self.regions = {}, {}
 

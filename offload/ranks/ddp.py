@@ -47,12 +47,10 @@ class Replica:
     @property
     def region(self) -> TensorRegion:
         shape = tuple(self._p.shape)
+        if not shape:
+            return TensorRegion.all_of(shape)
         first, last = self.rows(self._rank)
-        return (
-            TensorRegion((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), shape)
-            if shape
-            else TensorRegion.all_of(shape)
-        )
+        return TensorRegion((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), shape)
 
     @property
     def ranks(self) -> int:
@@ -81,6 +79,8 @@ class ReplicatedModule:
 class Replicated:
     """The model inside ``DistributedDataParallel``. See ``ParallelStrategy``."""
 
+    ranks, communicates = 1, False  # every rank computes with its own weights
+
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """
         Raises:
@@ -105,8 +105,6 @@ class Replicated:
             for shard in part.shards:
                 _refuse(shard.name, shard.param)
 
-    communicates = False
-
     def refuse(self, config: OffloadConfig) -> None:
         if config.weights is not None:
             raise ValueError(
@@ -125,6 +123,9 @@ class Replicated:
                 "update='backward' is not for DistributedDataParallel: its gradients are final "
                 "only when backward is over; use update='next_forward'"
             )
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Do nothing: ``refuse`` refuses another dtype."""
 
     def begin(self) -> None:
         """Do nothing: the strategy changes nothing."""

@@ -71,10 +71,7 @@ class FullySharded:
             )
 
     def cast(self, dtype: torch.dtype | None) -> None:
-        """Change the dtype of all floating-point shards, whose values an engine converts.
-
-        ``None``: nothing is changed.
-        """
+        """See ``ParallelStrategy``."""
         for part in self.parts:
             for shard in part.shards:
                 local = shard.local

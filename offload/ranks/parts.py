@@ -40,7 +40,7 @@ class LocalShard(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many ranks have other regions."""
+        """The number of ranks among which the parameter is divided."""
         ...
 
     def part_of(self, value: Any) -> Any:
@@ -82,12 +82,16 @@ class ParallelStrategy(Protocol):
         model: the model whose parameter names are used in stores.
         held: the modules that users hold.
         parts: all parts of ``model``.
-        communicates: whether ranks exchange activations within a forward.
+        ranks: see ``StandInModel``.
+        communicates: see ``StandInModel``.
     """
 
     model: nn.Module
     held: Sequence[nn.Module]
     parts: Sequence[SpreadModule]
+
+    @property
+    def ranks(self) -> int: ...
 
     @property
     def communicates(self) -> bool: ...
@@ -97,6 +101,13 @@ class ParallelStrategy(Protocol):
 
         Raises:
             ValueError: an option is not supported.
+        """
+        ...
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Change the dtype of all floating-point shards, whose values an engine converts.
+
+        ``None``: nothing is changed.
         """
         ...
 

@@ -85,10 +85,9 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            # Under DDP every rank has all weights.
-            ranks = self._way.ranks if isinstance(self._way, FullySharded) else 1
-            self.shards = Shards(self.model, self._parts, ranks=ranks)
-            self.shards.communicates = self._way.communicates
+            self.shards = Shards(
+                self.model, self._parts, ranks=self._way.ranks, communicates=self._way.communicates
+            )
         except BaseException:
             self._way.give_back()
             raise
@@ -158,17 +157,15 @@ class Sharding:
             if config.durable and self.world.rank == 0:
                 warn_not_committed(self.model)
         device = config.device or str(next(self.model.parameters()).device)
-        if isinstance(self._way, FullySharded):
-            self._way.cast(config.weight_dtype)
+        self._way.cast(config.weight_dtype)
         whole = replace(config, device=device)
         measured = self._rates(whole, optimizer)
         rates = self.world.rates(measured, on_cpu=device == "cpu")
         units = tuple(self.shards.units)
         # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
         stay = ("",) if isinstance(self._way, Replicated) else config.resident
-        # FSDP2 copies weights to where they compute, even those of one rank.
-        sharded = isinstance(self._way, FullySharded)
-        gathers = gathered_bytes(self.shards) if sharded else 0
+        # FSDP2 copies weights to where they compute, even if it gathers them from one rank only.
+        gathers = gathered_bytes(self.shards) if isinstance(self._way, FullySharded) else 0
         own = self.world.share(whole, gathers)
         return replace(own, rates=rates, units=units, resident=stay)
 

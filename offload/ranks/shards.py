@@ -34,8 +34,12 @@ class Shards(StandInModel):
         units: the names of the submodules that hold these parameters.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule], *, ranks: int = 1) -> None:
-        super().__init__(model, ranks)
+    def __init__(
+        self, model: nn.Module, parts: Sequence[SpreadModule], *, ranks: int = 1,
+        communicates: bool = False,
+    ) -> None:  # fmt: skip
+        """For the last two arguments see ``StandInModel``."""
+        super().__init__(model, ranks, communicates)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
         self.local: list[nn.Parameter] = []

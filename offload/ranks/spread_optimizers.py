@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -314,11 +314,16 @@ class SpreadOptimizer(OffloadedOptimizer):
         for name, _ in self._holder.model.named_parameters():
             yield name, self._average(name)
 
+    @cached_property
+    def _numbers_here(self) -> dict[str, int]:
+        """By the name of a parameter of which this rank has a part, its number in the engine."""
+        index = {id(p): number for number, p in enumerate(self._engine.parameters)}
+        return {shard.name: index[id(p)] for shard, p in self._local_shards}
+
     def _average(self, name: str) -> torch.Tensor:
         """Return the whole average of a parameter; every rank must call it."""
-        index = {id(p): number for number, p in enumerate(self._engine.parameters)}
-        local = {s.name: index[id(p)] for s, p in self._local_shards}
-        mine = self._engine.average(local[name]) if name in local else None
+        number = self._numbers_here.get(name)
+        mine = None if number is None else self._engine.average(number)
         dtype = self._holder.world.gathered(None if mine is None else mine.dtype)[0]
         assert dtype is not None, "the first rank has rows of every parameter"
         return self._whole_of(name, mine, dtype)

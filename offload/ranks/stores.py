@@ -27,8 +27,9 @@ from ..durable.tensors import (
 from ..errors import CorruptionError, IoError
 from ..io_engine.committed import FoundStore, find_store
 from ..io_engine.manifest import Generation, read_manifest
-from ..planning.regions import TensorRegion
+from ..planning.regions import Place, TensorRegion
 
+Placed = tuple[StreamedTensor, Place | None]
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
 
@@ -191,42 +192,23 @@ class RunSource:
         """The buffers of the first rank."""
         return {self._named(k): v for k, v in self.facts_of(0)["buffers"].items()}
 
-    def _pieces(self, found: Iterable[tuple[str, int, StreamedTensor]]) -> dict[str, Pieces]:
-        """Return, by parameter, its pieces; ``found``: with their names and ranks."""
-        by_name: dict[str, list[tuple[int, StreamedTensor]]] = {}
-        for name, rank, tensor in found:
-            by_name.setdefault(name, []).append((rank, tensor))
-        return {
-            name: Pieces((tensor, self._place(name, rank)) for rank, tensor in mine)
-            for name, mine in by_name.items()
-        }
-
-    def _place(self, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return where a rank's part of a parameter is; ``None``: stored before this was kept."""
-        return self._places[rank].get(name)
-
-    @cached_property
-    def _places(self) -> list[dict[str, Any]]:
-        return [
-            {self._named(name): place for name, place in source.facts.get("regions", {}).items()}
-            for source in self._sources
-        ]
-
     @cached_property
     def _weights(self) -> dict[str, Pieces]:
         """By parameter, its parts on each rank that has any."""
-        return self._pieces(
-            (self._named(tensor.name), rank, tensor)
-            for rank, source in enumerate(self._sources) for tensor in source.parameters()
-        )  # fmt: skip
+        found: dict[str, list[Placed]] = {}
+        for source in self._sources:
+            places = source.facts.get("regions", {})
+            for tensor in source.parameters():
+                placed = tensor, places.get(tensor.name)
+                found.setdefault(self._named(tensor.name), []).append(placed)
+        return {name: Pieces(parts) for name, parts in found.items()}
 
     @cached_property
     def _state(self) -> dict[str, dict[str, Any]]:
         """By parameter, its state: tensors as their parts on each rank, and its step count."""
         found: dict[str, dict[str, Any]] = {}
-        parts: dict[str, list[tuple[str, int, StreamedTensor]]] = {}
-        for rank, source in enumerate(self._sources):
-            tree = source.state_dict()
+        for source in self._sources:
+            tree, places = source.state_dict(), source.facts.get("regions", {})
             names = {
                 number: name
                 for group in tree["param_groups"]
@@ -236,14 +218,14 @@ class RunSource:
                 mine = found.setdefault(self._named(names[number]), {})
                 for key, value in state.items():
                     if isinstance(value, StreamedTensor):
-                        mine[key] = None  # keeps their order
-                        parts.setdefault(key, []).append((self._named(names[number]), rank, value))
+                        placed = value, places.get(names[number])
+                        mine.setdefault(key, []).append(placed)
                     else:
                         mine[key] = value
-        for key, of in parts.items():
-            for name, pieces in self._pieces(of).items():
-                found[name][key] = pieces
-        return found
+        return {
+            name: {k: Pieces(v) if isinstance(v, list) else v for k, v in state.items()}
+            for name, state in found.items()
+        }
 
     def weights(self) -> list[StreamedTensor]:
         """Return every whole parameter once, then the buffers."""
@@ -267,7 +249,7 @@ class RunSource:
         }
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    # -- regions ---------------------------------------------------------------------------------
+    # -- regions --------------------------------------------------------------------------------
 
     def weight(self, name: str, region: TensorRegion) -> torch.Tensor:
         """Return a region of a parameter, as it is stored."""
@@ -310,14 +292,12 @@ class RunSource:
 class Pieces:
     """A tensor that is stored in regions. Regions that several ranks have are equal."""
 
-    def __init__(
-        self, parts: Iterable[tuple[StreamedTensor, tuple[tuple[int, ...], tuple[int, ...]] | None]]
-    ) -> None:
+    def __init__(self, parts: Sequence[Placed]) -> None:
         """
         Args:
-            parts: with where each begins, and the whole shape; ``None``: they are consecutive rows.
+            parts: in the order of ranks; without places they are consecutive rows, in stores from
+                before places were recorded.
         """
-        parts = list(parts)
         each, place = parts[0]
         rows = sum(part.shape[0] for part, _ in parts) if each.shape else 0
         self.shape = (rows, *each.shape[1:])[: len(each.shape)] if place is None else place[1]
