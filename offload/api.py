@@ -18,14 +18,21 @@ from .durable.meta import decode_facts
 from .durable.resume import models_in, optimizer_for, warn_of_kept_options, with_formats
 from .engine import Engine, engine_of
 from .engine_handle import OffloadedInference
-from .errors import LifecycleError, RankError, StoreError
+from .errors import LifecycleError, StoreError
 from .facts.machine import Machine
 from .facts.rates import Rates
 from .io_engine.committed import OwnedStore, own_store
 from .joint_steps import in_parts
-from .open_engines import close_engines_in, describe, refuse_folders_in_use
+from .open_engines import close_engines_in, describe, engine_around, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer
-from .over_ranks import is_spread, over_ranks_of, plan_for, refuse_spread, resumed_of_ranks
+from .over_ranks import (
+    is_spread,
+    over_ranks_around,
+    over_ranks_of,
+    plan_for,
+    refuse_spread,
+    resumed_of_ranks,
+)  # fmt: skip
 from .paths import as_path, as_paths
 from .planning.models import named_models, reorder
 from .planning.plan import Plan
@@ -458,21 +465,19 @@ def unwrap(model: OneOrMore | str | os.PathLike[str]) -> OneOrMore | None:
 def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]:
     """Load all weights into ordinary tensors, for code that reads or edits ``p.data``.
 
-    Returns a context manager.  Needs memory for the whole model on its device.  For
-    models that were wrapped together, pass one of them or the dict of all.  With ``writeback``,
-    edited weights are written back (and to their masters); without, edits are dropped.
+    Returns a context manager.  ``model`` is the model or a module in it, or a dict of models as it
+    was wrapped, or one of them.  Needs memory for its weights on its device.  With ``writeback``,
+    edited weights are written back (and to their masters); without, edits are dropped.  On several
+    ranks, all must use the block and edit alike, and ``fully_shard``ed modules cannot run in it.
 
     Raises:
-        OffloadError: the model is not wrapped, or is running.
+        OffloadError: it is not wrapped, or is running, or ranks differ; then nothing is written.
     """
-    whole = as_model(model)
-    if engine_of(whole) is None and over_ranks_of(whole) is not None:
-        raise RankError(
-            "materialized is for a model on one rank; where it is spread over several, read "
-            "overspill.named_weights(model), p.full_tensor() or model.state_dict(), and edit "
-            "parameters in place"
-        )
-    return _wrapped(whole).materialized(whole, model, writeback=writeback)
+    part = as_model(model)
+    if (over_ranks := over_ranks_around(part)) is not None:
+        return over_ranks.materialized(part, model, writeback=writeback)
+    engine = engine_of(part) or engine_around(part) or _wrapped(part)
+    return engine.materialized(part, model, writeback=writeback)
 
 
 def named_weights(model: OneOrMore) -> Iterator[tuple[str, torch.Tensor]]:

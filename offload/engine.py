@@ -52,7 +52,7 @@ from .state.coupled_steps import CoupledSteps
 from .state.edits import Edits
 from .state.engine_resources import EngineResources
 from .state.importing import Others, open_weights
-from .state.materializing import Materialized, Materializing
+from .state.materializing import Materialized, Materializes, Materializing
 from .state.model_state import StateHooks
 from .state.param_access import ParamAccess
 from .state.torch_state import Groups, Make, OptimizerState
@@ -148,7 +148,7 @@ class Engine(Closeable):
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce
         ))  # fmt: skip
         self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
-        self._contents, self._onloaded_units, self._materializing = contents, units, materializing
+        self._contents, self._onloaded_units, self.materializing = contents, units, materializing
         # `hooks` report a closed engine until `let_go`; `while_open` works only with an open one.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there are resources to close
@@ -186,7 +186,7 @@ class Engine(Closeable):
     @property
     def ordinary(self) -> bool:
         """Whether parameters are ordinary ones, as in ``materialized``."""
-        return self._materializing.active
+        return self.materializing.active
 
     def model_holds(self, made: object) -> None:
         """Store what ``wrap`` returns, so that it can be found from the model."""
@@ -418,10 +418,12 @@ class Engine(Closeable):
         for unit in self.runtime.parts.units:
             yield from self._contents.masters(unit.index)
 
-    def materialized(self, model: nn.Module, given: T, *, writeback: bool) -> Materialized[T]:
-        """See ``overspill.materialized``; the block returns ``given`` at its start."""
+    def materialized(
+        self, model: nn.Module, given: T, *, writeback: bool, by: Materializes | None = None
+    ) -> Materialized[T]:
+        """See ``overspill.materialized``.  The block returns ``given``, and ``by`` begins it."""
         return Materialized(
-            self._materializing, self._loop.require_usable, model, given, writeback=writeback
+            by or self.materializing, self._loop.require_usable, model, given, writeback=writeback
         )
 
     def averaged(self, model: nn.Module, around: AroundExchange | None = None) -> Averaged:

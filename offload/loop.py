@@ -91,9 +91,13 @@ class Loop:
     def require_editable(self) -> None:
         """Raise where ``require_usable`` does, but not in ``averaged``."""
         self._resident_guard.prepared.clear()  # callers may change weights
-        self._materializing.require_ended()
+        self.require_managed()
         self._executor.health.check()
         self._trainer.require()
+
+    def require_managed(self) -> None:
+        """Raise while the model is materialized."""
+        self._materializing.require_ended()
 
     def watch(self, state: OptimizerState) -> OptimizerState:
         """Write users' changes in copies of ``state`` back before it is used; return ``state``.

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch import nn
+
 from .closeable import living
 from .config import OffloadConfig, parse_size
 from .engine import Engine
@@ -16,6 +18,7 @@ from .facts.tier import Tier
 from .holders import holder_of
 from .planning.budgets import Untaken, total_host_bytes
 from .planning.models import entries, named_models
+from .planning.stand_ins import whole_model
 
 log = logging.getLogger("overspill")
 
@@ -23,6 +26,14 @@ log = logging.getLogger("overspill")
 def open_engines() -> list[Engine]:
     """Return the engines of this process that have not been closed."""
     return [each for each in living() if isinstance(each, Engine) and not each.finished]
+
+
+def engine_around(module: nn.Module) -> Engine | None:
+    """Return the open engine of the model that a module is a part of; ``None``: there is none."""
+    for engine in open_engines():
+        if any(each is module for each in whole_model(engine.model).modules()):
+            return engine
+    return None
 
 
 def untaken() -> Untaken:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from .errors import RankError
+from .open_engines import engine_around
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .paths import as_paths
 from .planning.models import named_models
 from .planning.plan import Plan
+from .planning.stand_ins import StandInModel
 from .plans import make_plan
 from .ranks.stores import find_run
 
@@ -57,6 +59,18 @@ def over_ranks_of(model: nn.Module) -> SpreadOptimizer | None:
     from .ranks.spread_optimizers import SpreadOptimizer
 
     assert isinstance(made, SpreadOptimizer)
+    return made
+
+
+def over_ranks_around(module: nn.Module) -> SpreadOptimizer | None:
+    """Do as ``over_ranks_of``, for a model or a part of one."""
+    made = over_ranks_of(module)
+    engine = engine_around(module) if made is None else None
+    if engine is not None and isinstance(engine.model, StandInModel):
+        from .ranks.spread_optimizers import SpreadOptimizer
+
+        assert isinstance(engine.made, SpreadOptimizer)
+        made = engine.made
     return made
 
 

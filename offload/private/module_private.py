@@ -15,6 +15,11 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
     return module._parameters
 
 
+def put_parameter(module: torch.nn.Module, name: str, p: torch.nn.Parameter) -> None:
+    """Give a module another parameter of a name that it has, without asking anyone's hooks."""
+    module._parameters[name] = p
+
+
 # ``_apply`` and ``__reduce_ex__`` are set by ``conversions`` and ``pickling``.
 _OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply", "__reduce_ex__"}
 _FSDP = "torch.distributed.fsdp._fully_shard."

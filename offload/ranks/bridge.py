@@ -230,6 +230,7 @@ class Bridge:
 
     def before_forward(self, inputs: Inputs) -> None:
         """Prepare for a forward of the whole model; ``inputs``: its arguments."""
+        self._external_forward.require_managed()
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
                 self._group_check.check()
@@ -244,6 +245,7 @@ class Bridge:
     def before_gathering(self, each: ShardedModule) -> None:
         """Bring the current weights of a module to the device, for FSDP2 to read them."""
         outer = self._external_forward
+        outer.require_managed()
         self._onloaded.clear()  # what an interrupt left, the engine has offloaded
         self._take_off()
         for unit in self._units.get(id(each), ()):
@@ -287,6 +289,7 @@ class Bridge:
         """
         if self._over:
             return
+        self._external_forward.require_managed()
         edited: dict[int, torch.Tensor] = {}
         for number, shard in enumerate(self._shards):
             if id(shard.param) not in self._by_param or not shard.in_place:
@@ -336,6 +339,11 @@ class Bridge:
             p.grad = None
             p.grad = gradient
 
+    def before_reading(self) -> None:
+        """Reshard gathered weights, so that modules have the sharded parameters."""
+        for each in self._modules:
+            each.spread()
+
     def before_step(self) -> None:
         """Take edits and gradients, before the step."""
         self._group_check.check()
@@ -384,8 +392,7 @@ class Bridge:
         self._lent.clear()
         self._accept()
         self._copied.clear()
-        for each in self._modules:
-            each.spread()
+        self.before_reading()
 
     def went_back(self) -> None:
         """Handle a step that was not taken: weights are those of a commit, without gradients."""

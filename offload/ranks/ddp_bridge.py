@@ -195,6 +195,7 @@ class ReplicaBridge:
         """
         if self._over:
             return
+        self._external_forward.require_managed()
         index = {id(p): number for number, p in enumerate(self._external_forward.parts.parameters)}
         edited: dict[int, torch.Tensor] = {}
         numbers = []
@@ -214,6 +215,7 @@ class ReplicaBridge:
 
     def before_forward(self, inputs: Inputs) -> None:
         """Prepare for a forward of the whole model; ``inputs``: its arguments."""
+        self._external_forward.require_managed()
         if self._at_root:
             self.arrive_all()
         if not torch_private.in_backward():
@@ -225,6 +227,10 @@ class ReplicaBridge:
     def after_forward(self, output: Any) -> None:
         """Handle the end of that forward; ``output`` is ``None`` if it raised."""
         self._external_forward.after_forward(output)
+
+    def before_reading(self) -> None:
+        """Wait for all current weights."""
+        self.arrive_all()
 
     def before_step(self) -> None:
         """Give this rank's rows of the gradients to the engine, before the step."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..engine import Engine
-from ..errors import OptimizerStateError
 from ..state.lazy_state import LazyState
 from .ddp import Replica
 from .ddp_bridge import ReplicaBridge
 from .shards import Shards
-from .spread_optimizers import Holder, SpreadOptimizer
+from .spread_optimizers import Holder, SpreadOptimizer, SpreadState, write_changed
 from .world import World
 
 
-class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
+class ReplicatedState(SpreadState):
     """The whole state of each parameter, gathered from all ranks; every rank must ask for it."""
 
     def __init__(
@@ -44,20 +43,8 @@ class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
             if found
         )
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
     def __contains__(self, p: object) -> bool:
         return self._local.get(p) in self._of_shards  # type: ignore[call-overload]
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise OptimizerStateError(
-            "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
-        )
-
-    __setitem__: Callable[..., None] = _refuse
-    __delitem__: Callable[..., None] = _refuse
-    clear: Callable[..., None] = _refuse
 
 
 def whole_state(replica: Replica, mine: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -101,10 +88,19 @@ class ReplicatedOptimizer(SpreadOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(engine, inner, bridge, shards, holder)
         self._bridge, self._world = bridge, world
+        self._replicas = {replica.name: replica for replica in bridge.replicas}
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
+    def read_whole(self, name: str) -> torch.Tensor:
+        """See ``WholeWeights``."""
+        return self._replicas[name].param.detach().clone()
+
+    def write_whole(self, name: str, value: torch.Tensor) -> None:
+        """See ``WholeWeights``."""
+        write_changed(self._replicas[name].param, value)
+
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        replica = next(each for each in self._bridge.replicas if each.name == name)
+        replica = self._replicas[name]
         return _whole(replica, rows, dtype, self._world)
 
     def _state(self) -> dict[str, Any]:  # whole: every rank must call it and have memory for it

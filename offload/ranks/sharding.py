@@ -36,11 +36,12 @@ from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
 from .filling import draw_adapters, require_files_of_buffers
 from .fsdp import FullySharded
+from .fsdp_optimizer import ShardedOptimizer
 from .fsdp_private import is_sharded, ranks_of
 from .gathering import Gatherer
 from .parts import SpreadModule, require_initialised
 from .shards import Shards, gathered_bytes, optimizer_over
-from .spread_optimizers import ShardedOptimizer, SpreadOptimizer
+from .spread_optimizers import SpreadOptimizer
 from .world import World
 
 log = logging.getLogger("overspill")

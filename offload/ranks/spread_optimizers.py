@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..durable.export import export_model
 from ..durable.hub import as_on_hub, config_of
@@ -23,18 +22,22 @@ from ..paths import as_path
 from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
 from ..state.averages import AroundExchange, Averaged
-from ..state.lazy_state import LazyState
-from .fsdp_private import Shard
+from ..state.materializing import Materialized
+from .materializing import SpreadMaterializing
 from .parts import LocalShard
 from .shards import Shards
 from .stores import export_run, find_run
 from .world import World
 
 log = logging.getLogger("overspill")
+T = TypeVar("T")
 
 
 class AroundSteps(AroundExchange, Protocol):
     """Connects the model with its engine around steps and rollbacks."""
+
+    def before_reading(self) -> None:
+        """Make all weights current, and let modules have the parameters that users hold."""
 
     def before_step(self) -> None:
         """Prepare to apply the gradients."""
@@ -69,30 +72,11 @@ class Holder(Protocol):
         """
 
 
-class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
-    """The state of each parameter of the sharded model, with tensors sharded like the parameter."""
-
-    def __init__(self, of_shards: LazyState, shards: Shards) -> None:
-        self._of_shards = of_shards
-        self._local = {
-            shard.param: (shard, p)
-            for shard, p in zip(shards.shards, shards.local, strict=True)
-            if isinstance(shard, Shard)
-        }
-
-    def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
-        shard, local = self._local[p]  # type: ignore[index]
-        return spread(shard, self._of_shards[local])
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (p for p, (_, local) in self._local.items() if local in self._of_shards)
+class SpreadState(Mapping[torch.Tensor, dict[str, Any]]):
+    """The state of each parameter of a model that is spread over ranks; it cannot be changed."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def __contains__(self, p: object) -> bool:
-        found = self._local.get(p)  # type: ignore[call-overload]
-        return found is not None and found[1] in self._of_shards
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise OptimizerStateError(
@@ -102,16 +86,6 @@ class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
     __setitem__: Callable[..., None] = _refuse
     __delitem__: Callable[..., None] = _refuse
     clear: Callable[..., None] = _refuse
-
-
-def spread(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a shard's state, with each tensor of the shard's shape as part of a whole one."""
-    return {
-        name: shard.like_whole(value)
-        if isinstance(value, torch.Tensor) and value.shape == shard.local.shape
-        else value
-        for name, value in state.items()
-    }
 
 
 class SpreadOptimizer(OffloadedOptimizer):
@@ -141,8 +115,9 @@ class SpreadOptimizer(OffloadedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._steps.before_step()
         external_forward = self._engine.external_forward
+        external_forward.require_managed()
+        self._steps.before_step()
         returns = external_forward.returns
         try:
             self._take_step()
@@ -288,13 +263,34 @@ class SpreadOptimizer(OffloadedOptimizer):
 
         See ``overspill.named_weights``.
         """
-        for name, p in self._holder.model.named_parameters():
-            whole = self._holds(name, p).detach()
-            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
+        external_forward = self._engine.external_forward
+        external_forward.require_managed()
+        for name, _ in self._holder.model.named_parameters():
+            yield name, self.read_whole(name)
 
-    def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that holds the weight which the model shows as ``p``."""
-        return p
+    # -- whole parameters -----------------------------------------------------------------------
+
+    def materialized(self, part: nn.Module, given: T, *, writeback: bool) -> Materialized[T]:
+        """Give a part of the model whole parameters; every rank must use the block.
+
+        See ``overspill.materialized``; the block returns ``given`` at its start.
+        """
+        by = SpreadMaterializing(self._engine.materializing, self, self._holder.world)
+        return self._engine.materialized(part, given, writeback=writeback, by=by)
+
+    def current_names(self) -> Mapping[int, str]:
+        """See ``WholeWeights``."""
+        self._engine.quiesce()
+        self._steps.before_reading()
+        return {id(p): name for name, p in self._holder.model.named_parameters()}
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """See ``WholeWeights``."""
+        raise NotImplementedError
+
+    def write_whole(self, name: str, value: torch.Tensor) -> None:
+        """See ``WholeWeights``."""
+        raise NotImplementedError
 
     # -- averages -------------------------------------------------------------------------------
 
@@ -391,57 +387,10 @@ class SpreadOptimizer(OffloadedOptimizer):
             self._holder.release(broken=self._broken)
 
 
-class ShardedOptimizer(SpreadOptimizer):
-    """The optimizer of a model that FSDP2 has sharded; parameters and state are ``DTensor``s."""
+def write_changed(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value where it differs from the present one.
 
-    def __init__(
-        self, engine: Engine, inner: torch.optim.Optimizer, steps: AroundSteps, shards: Shards,
-        holder: Holder,
-    ) -> None:  # fmt: skip
-        super().__init__(engine, inner, steps, shards, holder)
-        self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
-        every = {id(s.param): s for s in [*shards.shards, *shards.empty] if isinstance(s, Shard)}
-        whole = [p for group in inner.param_groups for p in group["params"]]
-        self._by_name = {shard.name: shard for shard in every.values()}
-        self._sharded = {number: every[id(p)] for number, p in enumerate(whole)}  # as ``_piece_of``
-
-    def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        shard = self._by_name.get(name)  # ``p`` may be gathered, and in another dtype
-        return p if shard is None else shard.param
-
-    def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        shard = self._by_name[name]
-        mine = torch.empty(shard.local.shape, dtype=dtype, device="cpu") if rows is None else rows
-        whole: Any = shard.like_whole(mine.to(shard.param.device))
-        found: torch.Tensor = whole.full_tensor()
-        return found.cpu()
-
-    def _state(self) -> dict[str, Any]:  # has ``DTensor``s; every rank must call it
-        found = self._engine.state_dict()["state"]
-        state = {
-            number: spread(self._sharded[number], found[place])
-            for number, place in self._numbers.items() if place in found
-        }  # fmt: skip
-        # The first rank has rows of every parameter, so it knows the state of each.
-        likes = {number: _like(each) for number, each in state.items()}
-        for number, like in self._holder.world.gathered(likes)[0].items():
-            if number not in state:
-                state[number] = _empty(self._sharded[number], like)
-        return {"state": dict(sorted(state.items())), "param_groups": self._whole_groups()}
-
-
-def _like(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with the dtype in place of each sharded tensor."""
-    return {
-        name: value.dtype if isinstance(value, DTensor) else value for name, value in state.items()
-    }
-
-
-def _empty(shard: Shard, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter of which this rank has no rows."""
-    return {
-        name: shard.like_whole(torch.empty_like(shard.local, dtype=value))
-        if isinstance(value, torch.dtype)
-        else value
-        for name, value in like.items()
-    }
+    Writing an unchanged 16-bit weight would round its master.
+    """
+    if not torch.equal(target, value.to(target.dtype)):
+        target.copy_(value)

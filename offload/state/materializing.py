@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -109,6 +109,18 @@ class Materializing:
             self._weights.write_all(changed)
 
 
+class Materializes(Protocol):
+    """Begins and ends the blocks of ``overspill.materialized``; see ``Materializing``."""
+
+    def begin(self, block: object, model: nn.Module) -> None: ...
+
+    def end(self) -> Mapping[Any, torch.Tensor]: ...
+
+    def write_back(self, found: Mapping[Any, torch.Tensor]) -> None: ...
+
+    def abandon(self, block: object) -> bool: ...
+
+
 class Materialized(Generic[T]):
     """A block in which every parameter holds its weights, and the model cannot be trained.
 
@@ -119,7 +131,7 @@ class Materialized(Generic[T]):
     _unmerge: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
-        self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
+        self, materializing: Materializes, require: Callable[[], None], model: nn.Module,
         given: T, *, writeback: bool,
     ) -> None:  # fmt: skip
         """

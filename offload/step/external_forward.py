@@ -36,6 +36,8 @@ class Usable(Protocol):
 
     def require_editable(self) -> None: ...
 
+    def require_managed(self) -> None: ...
+
     def catch_up(self, unit: int) -> None: ...
 
 
@@ -73,6 +75,10 @@ class ExternalForwardAdapter:
         """Wait for the update of a unit whose weights are about to be read."""
         self._loop.require()
         self._loop.catch_up(unit)
+
+    def require_managed(self) -> None:
+        """Raise while the model is materialized."""
+        self._loop.require_managed()
 
     def wait_for_commit(self) -> None:
         """Wait until no commit saves memory that users may be about to change in place."""

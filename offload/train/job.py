@@ -21,9 +21,9 @@ from ..observe import pictures
 from ..observe.page import RUN, write_page
 from ..optimizer import OffloadedOptimizer
 from ..planning.plan import Plan
-from ..private import torch_private
 from ..state.weight_files import SINGLE
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
+from .cpu_kernels import choose_cpu_kernels
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .gains import after_a_run
 from .job_state import Progress, fingerprint
@@ -160,7 +160,7 @@ def run(job: Job, watch: Watch) -> Report | None:
         BudgetError: a budget is too small.
         OffloadError: a package is missing, or training failed.
     """
-    torch_private.choose_cpu_kernels()  # else the first step may differ from one in memory
+    choose_cpu_kernels()  # else the first step may differ from one in memory
     with joined(job.offload.get("device")) as ranks:
         return _run(job, watch, ranks)
 

@@ -81,6 +81,24 @@ def test_materialized_reads_and_edits(pair: Any) -> None:
     close(weights(model), weights(plain))
 
 
+def test_a_part_is_materialized(pair: Any) -> None:
+    """Weights of other units stay where they are."""
+    model, ours, plain, theirs = pair
+    train(plain, theirs, 1)
+    train(model, ours, 1)
+    with overspill.materialized(model.norm, writeback=True) as part:
+        assert part is model.norm
+        part.weight.data.mul_(2)
+        with pytest.raises(overspill.OffloadError, match="is materialized; leave"):
+            ours.step()
+    plain.norm.weight.data.mul_(2)
+    train(plain, theirs, 1)
+    train(model, ours, 1)
+    close(weights(model), weights(plain))
+    with pytest.raises(overspill.OffloadError, match="is not wrapped"):
+        overspill.materialized(plain.norm)
+
+
 @pytest.mark.parametrize("memory", ["3MiB", "1GiB"])
 @pytest.mark.parametrize("device", sorted({CPU, SIM}))
 def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> None:

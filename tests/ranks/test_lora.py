@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -292,3 +293,35 @@ def test_a_packed_base_on_other_ranks(sizes: tuple[int, int], form: str, tmp_pat
             assert torch.equal(value, before[name]), name
         else:
             assert (value - before[name]).abs().max() <= before[name].abs().max() / 16, name
+
+
+def merges(rank: int, size: int, folder: Path) -> None:
+    """Merged weights are those of the whole weights; afterwards the adapters are as before."""
+    for frozen in (None, "nf4"):
+        model = spread(adapted(base()))
+        optimizer = wrapped(model, frozen=frozen, **tight(size))
+        train(model, optimizer, rank)
+        found, out = dict(overspill.named_weights(model)), folder / str(frozen)
+        layer = "base_model.model.model.layers.1.self_attn.q_proj"
+        a, b = (found[f"{layer}.lora_{one}.default.weight"] for one in "AB")
+        expected = found[f"{layer}.base_layer.weight"] + (b @ a) * 2  # lora_alpha / r
+        with overspill.materialized(model):
+            model.merge_adapter()
+            if rank == 0:
+                model.get_base_model().save_pretrained(out)
+        merged = model.get_submodule(layer).merged_adapters
+        assert merged == [] and b.any()
+        with overspill.materialized(model):
+            assert torch.equal(
+                model.get_submodule(layer).base_layer.weight, found[f"{layer}.base_layer.weight"]
+            )
+        dist.barrier()
+        saved = load_file(out / "model.safetensors")
+        close = saved["model.layers.1.self_attn.q_proj.base_layer.weight"]
+        torch.testing.assert_close(close, expected.cpu().to(close.dtype), rtol=0.02, atol=1e-3)
+        train(model, optimizer, rank, first=STEPS)
+        optimizer.close()
+
+
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    spawn(2, merges, tmp_path)

@@ -259,8 +259,15 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/integrations/transformers.py", "(set max_grad_norm=0)"): (
         "tests/integrations/test_transformers.py::test_what_people_set"
     ),
-    ("offload/api.py", "several, read overspill.named_weights(model), p.full_tensor() or"): (
-        "tests/ranks/test_remedies.py::test_remedies"
+    ("offload/ranks/materializing.py", "give the same one on every rank"): (
+        "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
+    ),
+    (
+        "offload/ranks/materializing.py",
+        "was replaced while the model was materialized; copy the",
+    ): ("tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"),
+    ("offload/ranks/materializing.py", "edit weights in the same"): (
+        "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
     ("offload/ranks/ddp.py", "now: load them into the model before"): (
         "tests/ranks/test_remedies.py::test_remedies"
@@ -269,9 +276,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/ddp_bridge.py", "them: give every rank as many batches"): (
-        "tests/ranks/test_remedies.py::test_remedies"
-    ),
-    ("offload/ranks/ddp_optimizer.py", "it; use optimizer.load_state_dict"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/fsdp.py", "fully_shard; call fully_shard on the whole model too, without"): (

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import overspill
 from overspill.private import module_private
@@ -30,28 +29,6 @@ def test_releases_that_nobody_has_tried_are_told_of_once(caplog: pytest.LogCaptu
         "2.10.0", "2.1", "3.0.0a0+git1234",
     ]  # fmt: skip
     private.tell_if_untried.cache_clear()
-
-
-class Calls(TorchFunctionMode):
-    """The functions that are called, by dtype, with the size of what they get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[tuple[str, torch.dtype], int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], torch.Tensor):
-            self.sizes[func.__name__, args[0].dtype] = args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def test_each_function_of_mkl_is_called_first_by_one_thread() -> None:
-    private.choose_cpu_kernels.cache_clear()
-    with Calls() as calls:
-        private.choose_cpu_kernels()
-    for name in ("tanh", "exp", "erf", "sqrt", "sin", "cos", "log"):
-        for dtype in (torch.float32, torch.float64):
-            assert 16 <= calls.sizes[name, dtype] < 1 << 15  # torch's smallest part of a thread
 
 
 def test_wrap_tells_of_an_untried_release(
