@@ -117,14 +117,15 @@ def warn_of_open_engines(config: OffloadConfig) -> None:
 
 def describe(engine: Engine) -> str:
     """Name an engine by its model and its folder."""
-    name = " and ".join(named_models(engine.model)) or type(engine.model).__name__
+    model = whole_model(engine.model)
+    name = " and ".join(named_models(model)) or type(model).__name__
     places = [str(place) for place in engine.folders]
     return f"{name} (nvme={', '.join(places)})" if places else name
 
 
 def holder(engine: Engine) -> str:
     """Name what keeps an engine alive."""
-    objects = [engine.model, *entries(engine.model).values()]
+    objects = [whole_model(engine.model), *entries(engine.model).values()]
     return holder_of(objects if engine.made is None else [*objects, engine.made])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -46,29 +47,38 @@ class Training(lightning.LightningModule):
         return overspill.wrap(model, optimizer, **self.options)
 
 
-def trained(size: int, shards: bool, options: dict[str, Any] | None) -> list[float]:
+def trained(
+    size: int, shards: bool, options: dict[str, Any] | None, *, steps: int = 4,
+    of: Path | None = None, to: Path | None = None,
+) -> list[float]:  # fmt: skip
+    """The losses of some steps; ``of`` and ``to``: Lightning's checkpoints."""
     strategy: Any = DDPStrategy()
     if shards:
         strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
     trainer = lightning.Trainer(
-        strategy=strategy, devices=size, accelerator="cpu", max_steps=4, logger=False,
+        strategy=strategy, devices=size, accelerator="cpu", max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Training(shards, options)
-    trainer.fit(module, torch.utils.data.DataLoader(range(16)))  # type: ignore[arg-type]
+    trainer.fit(module, torch.utils.data.DataLoader(range(16)), ckpt_path=of)  # type: ignore[arg-type]
+    if to is not None:
+        trainer.save_checkpoint(to)
     return module.losses
 
 
-def both(rank: int, size: int, port: int, shards: bool) -> None:
+def both(rank: int, size: int, port: int, shards: bool, folder: Path) -> None:
     join(rank, size, port)
     os.environ.update(TORCHELASTIC_RUN_ID="1", GROUP_RANK="0")  # as torchrun does
     expected = trained(size, shards, None)
     options = {**OPTIONS, "device_memory": "100KiB"} if shards else OPTIONS
     assert len(expected) == 4
-    assert trained(size, shards, options) == pytest.approx(expected, rel=2e-6)
+    losses = trained(size, shards, options)
+    assert losses == pytest.approx(expected, rel=2e-6)
+    first = trained(size, shards, options, steps=2, to=folder / "of two steps")
+    assert first + trained(size, shards, options, of=folder / "of two steps") == losses
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
-def test_losses_are_lightning_s(shards: bool) -> None:
-    spawn(2, both, free_port(), shards)
+def test_losses_are_lightning_s(shards: bool, tmp_path: Path) -> None:
+    spawn(2, both, free_port(), shards, tmp_path)
