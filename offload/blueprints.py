@@ -305,7 +305,7 @@ def _recomputable(model: nn.Module, parts: Partition, config: OffloadConfig) -> 
     With ``activations="auto"`` these are only units known to compute the same result again. Ranks
     choose on their own, so none is if its forward sends messages to other ranks.
     """
-    if isinstance(model, StandInModel) and model.communicates:
+    if isinstance(model, StandInModel) and model.tensor_ranks > 1:
         return frozenset()
     if config.activations != "auto":
         return parts.recomputable

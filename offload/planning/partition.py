@@ -202,6 +202,7 @@ def partition(
     all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
     beside = _without_backward(model, all_trained)
     flows = external = False
+    divided = model.tensor_ranks if isinstance(model, StandInModel) else 1
     for item in found:
         ran, learns = running(item), all_trained
         if ran is not item:
@@ -223,8 +224,9 @@ def partition(
         comes_with.update((owner[p], None) for p in shared if owner[p] != number)
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule, whole)
         flows = flows or bool(trained)
-        flops, kept = forward_flops(ran), activation_bytes(ran, dtype)
-        back = backward_flops(ran, learns, flows=flows)
+        flops, kept = forward_flops(ran) // divided, activation_bytes(ran, dtype)
+        back = backward_flops(ran, learns, flows=flows) // divided
+        of_attention = attention(ran, dtype)
         logits = logits_bytes(ran, dtype) if item is found[-1] or ran.computes_with else 0
         given = input_bytes(ran, dtype)
         forward_only = bool(own) and all(p in beside for _, _, p in own)
@@ -232,7 +234,7 @@ def partition(
             Unit(
                 number, item.name, chunks, tuple(comes_with), item.direct_only, weight_bytes,
                 grad_bytes, flops, 0 if forward_only else back, given if logits else kept, given,
-                logits, *attention(ran, dtype), forward_only=forward_only,
+                logits, of_attention[0] // divided, of_attention[1], forward_only=forward_only,
             )
         )  # fmt: skip
         of_units.append(ran)

@@ -35,8 +35,9 @@ class StandInModel(nn.Module):
         whole: the model that is run.
         local_of: by id of a parameter of ``whole``, the rank's parameter.
         regions: by id of a rank's parameter, the region of the whole one that it is.
-        communicates: whether ranks exchange activations within a forward (tensor parallelism), so
-            that all must run the same modules in the same order.
+        tensor_ranks: among how many ranks products are divided (tensor parallelism). If there are
+            several, they exchange activations within a forward, so all must run the same modules in
+            the same order.
         ranks: the ranks from which weights are gathered for compute, this one included; 1 if every
             rank computes with its own.
     """
@@ -45,11 +46,11 @@ class StandInModel(nn.Module):
     local_of: dict[int, nn.Parameter]
     regions: dict[int, TensorRegion]
     ranks: int
-    communicates: bool
+    tensor_ranks: int
 
-    def __init__(self, whole: nn.Module, ranks: int = 1, communicates: bool = False) -> None:
+    def __init__(self, whole: nn.Module, ranks: int = 1, tensor_ranks: int = 1) -> None:
         super().__init__()
-        self.ranks, self.communicates = ranks, communicates
+        self.ranks, self.tensor_ranks = ranks, tensor_ranks
         self.__dict__["whole"] = whole  # not a submodule
         self.local_of, self.regions = {}, {}
 

@@ -79,7 +79,7 @@ class ReplicatedModule:
 class Replicated:
     """The model inside ``DistributedDataParallel``. See ``ParallelStrategy``."""
 
-    ranks, communicates = 1, False  # every rank computes with its own weights
+    ranks = tensor_ranks = 1  # every rank computes with its own weights
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """

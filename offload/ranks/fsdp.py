@@ -57,13 +57,17 @@ class FullySharded:
         return max(ranks for part in self.parts for ranks in part.shard_sizes)
 
     @property
-    def communicates(self) -> bool:
-        """Whether parameters were ``DTensor``s before ``fully_shard``: tensor parallelism."""
-        return any(shard.of_dtensor for part in self.parts for shard in part.shards)
+    def tensor_ranks(self) -> int:
+        """The number of ranks among which a parameter was divided before ``fully_shard``."""
+        return max(
+            (shard.ranks // min(part.shard_sizes)
+             for part in self.parts for shard in part.shards if shard.of_dtensor),
+            default=1,
+        )  # fmt: skip
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse recomputation under tensor parallelism; see ``ParallelStrategy``."""
-        if self.communicates and config.activations in ("recompute", "selective"):
+        if self.tensor_ranks > 1 and config.activations in ("recompute", "selective"):
             raise ValueError(
                 f"activations={config.activations!r} is not for tensor parallelism, under which a "
                 "recomputation sends messages, and each rank chooses what it recomputes; use "

@@ -83,7 +83,7 @@ class ParallelStrategy(Protocol):
         held: the modules that users hold.
         parts: all parts of ``model``.
         ranks: see ``StandInModel``.
-        communicates: see ``StandInModel``.
+        tensor_ranks: see ``StandInModel``.
     """
 
     model: nn.Module
@@ -94,7 +94,7 @@ class ParallelStrategy(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def communicates(self) -> bool: ...
+    def tensor_ranks(self) -> int: ...
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that the strategy does not support.

@@ -87,7 +87,7 @@ class Sharding:
         try:
             check_modules(self.model)
             self.shards = Shards(
-                self.model, self._parts, ranks=self._way.ranks, communicates=self._way.communicates
+                self.model, self._parts, ranks=self._way.ranks, tensor_ranks=self._way.tensor_ranks
             )
         except BaseException:
             self._way.give_back()

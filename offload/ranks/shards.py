@@ -36,10 +36,10 @@ class Shards(StandInModel):
 
     def __init__(
         self, model: nn.Module, parts: Sequence[SpreadModule], *, ranks: int = 1,
-        communicates: bool = False,
+        tensor_ranks: int = 1,
     ) -> None:  # fmt: skip
         """For the last two arguments see ``StandInModel``."""
-        super().__init__(model, ranks, communicates)
+        super().__init__(model, ranks, tensor_ranks)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
         self.local: list[nn.Parameter] = []

@@ -160,6 +160,21 @@ def test_losses_are_those_of_fsdp2(kind: str, cases: list[dict[str, Any]], tmp_p
     spawn(size_of(kind), same_losses, tmp_path, kind, cases)
 
 
+def counted(rank: int, size: int, kind: str) -> list[float]:
+    """The operations of each unit's forward and backward, per token, that a plan counts."""
+    model = on_mesh(kind)
+    options: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
+    with overspill.wrap(model, adamw(model), **options) as optimizer:
+        units = optimizer._engine.runtime.blueprint.layout.units
+        return [n for unit in units for n in (unit.flops, unit.backward_flops)]
+
+
+def test_plans_count_the_products_of_a_rank() -> None:
+    whole_products, halves = spawn(2, counted, "rows")[0], spawn(2, counted, "tp alone")[0]
+    assert sum(whole_products) > 0
+    assert halves == [n // 2 for n in whole_products]
+
+
 # -- weights of files -----------------------------------------------------------------------------
 
 
