@@ -13,7 +13,7 @@ from torch import nn
 import overspill
 from tests.devices import DEVICE, normal
 
-WIDTH, TOKENS, STEPS, DRAWS = 64, 512, 3, 100
+WIDTH, TOKENS, STEPS = 64, 512, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {"activations": "auto"},
     "host": {"activations": "host"},
@@ -80,12 +80,12 @@ class Run:
         return float(loss)
 
 
+@pytest.mark.parametrize("draws", [8, pytest.param(25, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str) -> None:
+def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str, draws: int) -> None:
     whole = Run(native, OPTIONS[name])
     losses, weights = whole.train()
-    rng, draws = random.Random(name), DRAWS // len(OPTIONS)
-    failed = 0
+    rng, failed = random.Random(name), 0
     for _ in range(draws):
         number = rng.randrange(len(whole.counts))
         at = number, rng.randint(1, int(0.9 * whole.counts[number]))
@@ -94,5 +94,5 @@ def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str) -
         failed += run.failed
         assert found[0] == losses, at
         assert all(map(torch.equal, found[1], weights)), at
-    assert failed >= 0.8 * draws  # others had fewer allocations by then
+    assert failed >= 0.7 * draws  # others had fewer allocations by then
     assert not native.take_races()
