@@ -25,7 +25,7 @@ from overspill.io_engine import allocate_host
 from overspill.planning import budgets
 from overspill.planning.budgets import free_disk_bytes, free_host_bytes, resolve_budgets
 from overspill.ranks import world
-from tests.devices import CPU, about_forks, about_sim
+from tests.devices import CPU, about_cpu, about_forks, about_sim
 from tests.models import TinyLM, adamw, train
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -95,6 +95,7 @@ def test_budgets_in_bytes_are_kept(steady: None, tmp_path: Path) -> None:
         assert budget(other) == 12 * GIB and budget(other, Tier.NVME) == 40 * GIB
 
 
+@about_cpu
 @pytest.mark.parametrize(("asked", "share"), [("auto", 0.85), ("50%", 0.5)])
 def test_memory_is_left_to_other_models(asked: str, share: float, steady: None) -> None:
     """``leave`` is taken out of what is free, before the margin or the share is."""
