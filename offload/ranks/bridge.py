@@ -303,10 +303,16 @@ class Bridge:
         if edited:
             watched = list(filter(self._watched, self._lent))
             self._accept()
-            self._external_forward.replace(edited)
-            for number in watched:  # users may still have these tensors, too
-                made = self._external_forward.version(self._unit_of(number))
-                self._lent[number] = made, digest(self._shards[number].local)
+            lost = {
+                self._index[id(p)] for shard, p in zip(self._shards, self._local, strict=True)
+                if shard.even  # it lies over the engine's memory
+            }  # fmt: skip
+            try:
+                self._external_forward.replace(edited, lost=lost)
+            finally:
+                for number in watched:  # users may still have these tensors, too
+                    made = self._external_forward.version(self._unit_of(number))
+                    self._lent[number] = made, digest(self._shards[number].local)
 
     def _accept(self) -> None:
         """Record the current versions of all shards."""
@@ -343,6 +349,11 @@ class Bridge:
         """Reshard gathered weights, so that modules have the sharded parameters."""
         for each in self._modules:
             each.spread()
+
+    def pin_params(self, *, pinned: bool) -> None:
+        """Let FSDP2 keep its parameters while modules have others."""
+        for shard in self._shards:
+            shard.pin(pinned=pinned)
 
     def before_step(self) -> None:
         """Take edits and gradients, before the step."""

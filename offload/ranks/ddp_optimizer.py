@@ -13,7 +13,7 @@ from ..state.lazy_state import LazyState
 from .ddp import Replica
 from .ddp_bridge import ReplicaBridge
 from .shards import Shards
-from .spread_optimizers import Holder, SpreadOptimizer, SpreadState, write_changed
+from .spread_optimizers import Holder, SpreadOptimizer, SpreadState
 from .world import World
 
 
@@ -95,9 +95,12 @@ class ReplicatedOptimizer(SpreadOptimizer):
         """See ``WholeWeights``."""
         return self._replicas[name].param.detach().clone()
 
-    def write_whole(self, name: str, value: torch.Tensor) -> None:
+    def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
-        write_changed(self._replicas[name].param, value)
+        for name, value in values.items():
+            p = self._replicas[name].param
+            if not torch.equal(p, value.to(p.dtype)):  # else its master would be rounded
+                p.copy_(value)
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         replica = self._replicas[name]

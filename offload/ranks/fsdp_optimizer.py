@@ -12,7 +12,7 @@ from ..engine import Engine
 from ..state.lazy_state import LazyState
 from .fsdp_private import Shard
 from .shards import Shards
-from .spread_optimizers import AroundSteps, Holder, SpreadOptimizer, SpreadState, write_changed
+from .spread_optimizers import AroundSteps, Holder, SpreadOptimizer, SpreadState
 
 
 class ShardedState(SpreadState):
@@ -69,12 +69,18 @@ class ShardedOptimizer(SpreadOptimizer):
         whole: torch.Tensor = p.detach().full_tensor()
         return whole.clone() if shard.ranks == 1 else whole  # that of one rank is not a copy
 
-    def write_whole(self, name: str, value: torch.Tensor) -> None:
+    def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
-        shard = self._by_name[name]
-        p: Any = shard.param
-        if shard.local.numel():
-            write_changed(p.to_local(), shard.region.of(value))
+        edited: dict[int, torch.Tensor] = {}
+        for name, value in values.items():
+            if name in self._numbers_here:
+                p: Any = self._by_name[name].param
+                part, present = self._by_name[name].region.of(value), p.to_local()
+                if not torch.equal(part.to(present.dtype), present):
+                    edited[self._numbers_here[name]] = part
+        external_forward = self._engine.external_forward
+        external_forward.replace(edited)
+        self._steps.after_exchange()
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         shard = self._by_name[name]

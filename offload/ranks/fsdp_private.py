@@ -158,6 +158,12 @@ class Shard:
         p.__dict__[_WATCHER] = watcher
         p.__class__ = Sharded  # type: ignore[assignment]
 
+    def pin(self, *, pinned: bool) -> None:
+        """Keep FSDP2 from adopting another parameter that the module has."""
+        own = {"reset_sharded_param": lambda: None} if pinned else {}
+        self._of.__dict__.pop("reset_sharded_param", None)
+        self._of.__dict__.update(own)
+
     def plain(self) -> None:
         """Make it an ordinary parameter again."""
         p = self.param
@@ -165,10 +171,7 @@ class Shard:
         p.__dict__.pop(_WATCHER, None)
 
     def put(self, memory: torch.Tensor, device: torch.device) -> None:
-        """Let the parameter, which stays the same object, report ``device`` and have this memory.
-
-        That may be on ``meta`` or in host memory, until an engine takes the shard over.
-        """
+        """Let the parameter report ``device`` and have this memory, until an engine takes it."""
         _put(self._of, memory, device)
 
     def move_to(self, memory: torch.Tensor) -> None:
@@ -301,10 +304,7 @@ class ShardedModule:
             group._init_mp_dtypes()
 
     def run_first(self) -> None:
-        """Let FSDP2 gather weights and cast inputs before the hooks that were registered since.
-
-        A recomputation calls the module with what these hooks were given: FSDP2 does nothing then.
-        """
+        """Let FSDP2 gather weights and cast inputs first; recomputations begin with later hooks."""
         if len(self.modules) == 1:
             own = self._state._pre_forward_hook_handle.id
             hooks: Any = self.module._forward_pre_hooks

@@ -33,8 +33,12 @@ class WholeWeights(Protocol):
         """Return a copy of a whole weight; every rank must call it."""
         ...
 
-    def write_whole(self, name: str, value: torch.Tensor) -> None:
-        """Write this rank's part of a whole weight, if it differs."""
+    def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write this rank's part of each whole weight that differs."""
+        ...
+
+    def pin_params(self, *, pinned: bool) -> None:
+        """Keep FSDP2 from adopting other parameters that modules have."""
         ...
 
 
@@ -55,6 +59,7 @@ class SpreadMaterializing:
         # The parameters that were replaced: their module and name in it, and both parameters.
         self._replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._names: dict[int, str] = {}  # by id of a replacement, the name in the model
+        self._shapes: dict[str, tuple[int, ...]] = {}  # by that name
         self._others: list[str] = []  # those for which a module had another parameter at the end
 
     def begin(self, block: object, model: nn.Module) -> None:
@@ -68,7 +73,9 @@ class SpreadMaterializing:
             self._block = block
             self._of_engine.begin(block, nn.Module())  # none of the engine's own parameters
             self._names = {id(new): name for name, _, new in made}
+            self._shapes = {name: tuple(new.shape) for name, _, new in made}
             by_id = {id(old): new for _, old, new in made}
+            self._weights.pin_params(pinned=True)
             for module in model.modules():
                 for name, p in list(own_parameters(module).items()):
                     if (new := by_id.get(id(p))) is not None and p is not None:
@@ -108,6 +115,7 @@ class SpreadMaterializing:
             module, name, old, _ = self._replaced[-1]
             put_parameter(module, name, old)
             self._replaced.pop()
+        self._weights.pin_params(pinned=False)
         if self._of_engine.active:
             self._of_engine.end()
         self._block, self._names = None, {}
@@ -135,6 +143,12 @@ class SpreadMaterializing:
                 f"parameter {name!r} was replaced while the model was materialized; copy the new "
                 "values into it (p.data.copy_(new))"
             )
+        for name, value in found.items():
+            if tuple(value.shape) != self._shapes[name]:
+                raise WeightError(
+                    f"the data of {name!r} has shape {tuple(value.shape)} at the end of "
+                    f"materialized, and needs {self._shapes[name]}; nothing was written"
+                )
         marks = {
             name: (tuple(value.shape), str(value.dtype), digest(value.contiguous()))
             for name, value in found.items()
@@ -148,6 +162,5 @@ class SpreadMaterializing:
                         "way on every rank"
                     )
         with torch.no_grad():
-            for name, value in found.items():
-                self._weights.write_whole(name, value)
+            self._weights.write_wholes(found)
         self._world.gathered(None)

@@ -39,6 +39,9 @@ class AroundSteps(AroundExchange, Protocol):
     def before_reading(self) -> None:
         """Make all weights current, and let modules have the parameters that users hold."""
 
+    def pin_params(self, *, pinned: bool) -> None:
+        """Keep the parallel strategy from adopting other parameters that modules have."""
+
     def before_step(self) -> None:
         """Prepare to apply the gradients."""
 
@@ -288,9 +291,13 @@ class SpreadOptimizer(OffloadedOptimizer):
         """See ``WholeWeights``."""
         raise NotImplementedError
 
-    def write_whole(self, name: str, value: torch.Tensor) -> None:
+    def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
         raise NotImplementedError
+
+    def pin_params(self, *, pinned: bool) -> None:
+        """See ``WholeWeights``."""
+        self._steps.pin_params(pinned=pinned)
 
     # -- averages -------------------------------------------------------------------------------
 
@@ -385,12 +392,3 @@ class SpreadOptimizer(OffloadedOptimizer):
             log.warning("overspill: closed; %s", error)
         finally:
             self._holder.release(broken=self._broken)
-
-
-def write_changed(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a value where it differs from the present one.
-
-    Writing an unchanged 16-bit weight would round its master.
-    """
-    if not torch.equal(target, value.to(target.dtype)):
-        target.copy_(value)

@@ -83,6 +83,15 @@ def keep_masters(
             fields[name] = torch.where(same, old, fields[name])
 
 
+def replacing(value: torch.Tensor, *, lost: bool) -> dict[str, torch.Tensor]:
+    """Return what replaces a weight; ``lost``: its memory was overwritten already.
+
+    If it was, no element counts as the same as before, and the masters are new as a whole.
+    """
+    nothing = {BEFORE: torch.full_like(value, float("nan"), device="cpu")} if lost else {}
+    return {"weight": value, **nothing}
+
+
 def warn_if_lost(
     spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor
 ) -> None:  # fmt: skip

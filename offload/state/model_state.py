@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import LifecycleError, WeightError
 from ..movement.runtime import Runtime
+from ..params.conversions import in_engine
 from ..params.resident_param_guard import ResidentParamGuard
 from ..planning.sections import has_sections, split_in
 from ..private.handles import all_or_none, remove_all
@@ -94,7 +95,7 @@ class StateHooks:
 
     def _owned(self, module: nn.Module) -> Iterator[tuple[str, int]]:
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(p) in self._index:
+            if id(p) in self._index and in_engine(p):
                 yield name, self._index[id(p)]
 
     def _begin_dict(self, *_: Any) -> None:
@@ -158,12 +159,12 @@ class StateHooks:
             )
         parts: dict[int, list[int]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
-            if id(p) in self._index and _takes(state.get(prefix + name), p):
+            if id(p) in self._index and in_engine(p) and _takes(state.get(prefix + name), p):
                 index = self._index[id(p)]
                 parts.setdefault(self._parts.unit_of[index], []).append(index)
         for name, p in module.named_parameters(remove_duplicate=False):
             value = state.get(prefix + name)
-            if id(p) in self._index and _takes(value, p):
+            if id(p) in self._index and in_engine(p) and _takes(value, p):
                 self._weights.require_same(self._index[id(p)], value)
         self._weights.require_writable(parts)
         if commits is not None:

@@ -21,10 +21,12 @@ from ..schedule.units import ParamSpec
 from ..step.forward_stack import ForwardStack
 from .contents import Contents, Values, values_by_spec
 from .edits import Edits
+from .exact_masters import replacing
 from .in_place import is_from_files
 from .lent_copies import LentCopies, LentCopy, Loan, changed_otherwise
 
 T = TypeVar("T")
+Reads = Mapping[int, Callable[[], torch.Tensor]]  # by parameter
 
 
 class ParamAccess:
@@ -377,27 +379,24 @@ class ParamAccess:
         if others:  # ``reconcile`` has written the lent ones
             self._write(others)
 
-    def load_all(self, values: Mapping[int, Callable[[], torch.Tensor]]) -> None:
-        """Write weights unit by unit; each value is read by calling it.
+    def load_all(self, values: Reads, *, lost: Container[int] = ()) -> None:
+        """Write weights unit by unit, reading each by a call.  ``lost``: see ``replacing``.
 
         Raises:
             OffloadError: the model runs, or this step's backward has updated a unit already.
         """
         self.reconcile(compare={self._parts.unit_of[index] for index in values})
-        fixed = self._executor.layout.unchangeable
-        for index, read in values.items():
-            if self._parts.unit_of[index] in fixed:
-                self.require_same(index, read().detach())
-        parts = {
-            unit.index: [spec.index for _, spec in unit.params if spec.index in values]
-            for unit in self._parts.units
-            if unit.index not in fixed
-        }
+        fixed, parts = self._executor.layout.unchangeable, dict[int, list[int]]()
+        for index in sorted(values, key=self._parts.unit_of.__getitem__):
+            if (unit := self._parts.unit_of[index]) in fixed:
+                self.require_same(index, values[index]().detach())
+            else:
+                parts.setdefault(unit, []).append(index)
         self.require_writable(parts)
 
         def value_of(spec: ParamSpec) -> Values | None:
             read = values.get(spec.index)
-            return None if read is None else {"weight": read().detach()}
+            return read and replacing(read().detach(), lost=spec.index in lost)
 
         self._fill(parts, value_of)
         self.renew()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ Values = Mapping[int, Callable[[], torch.Tensor]]  # by parameter index
 class Loads(Protocol):
     """The interface for writing weights."""
 
-    def load_all(self, values: Values) -> None: ...
+    def load_all(self, values: Values, *, lost: Container[int] = ()) -> None: ...
 
     def look_outside(self, look: Callable[[], None]) -> None: ...
 
@@ -135,10 +135,14 @@ class ExternalForwardAdapter:
         """Take a gradient that was assigned or added to a parameter's ``grad``."""
         self._collector.appeared(index, self.parts.parameters[index])
 
-    def replace(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Replace weights by these values, or what has their place in ``averaged``."""
+    def replace(self, values: Mapping[int, torch.Tensor], *, lost: Container[int] = ()) -> None:
+        """Replace weights by these values, or what has their place in ``averaged``.
+
+        Args:
+            lost: those whose memory was overwritten already.
+        """
         self._loop.require_editable()
-        self._loads.load_all({index: value.clone for index, value in values.items()})
+        self._loads.load_all({index: value.clone for index, value in values.items()}, lost=lost)
 
     def look_outside(self, look: weakref.WeakMethod[Callable[[], None]]) -> None:
         """Call ``look`` whenever weights must be complete, as long as its object lives.

@@ -99,6 +99,17 @@ def test_a_part_is_materialized(pair: Any) -> None:
         overspill.materialized(plain.norm)
 
 
+@pytest.mark.parametrize("writeback", [False, True])
+def test_a_state_dict_is_loaded_into_what_is_materialized(pair: Any, writeback: bool) -> None:
+    model, _, plain, _ = pair
+    before = weights(model)
+    given = {name: t + 1 for name, t in plain.state_dict().items()}
+    with overspill.materialized(model, writeback=writeback):
+        model.load_state_dict(given)
+        close({name: p.data for name, p in model.named_parameters()}, given)
+    close(weights(model), given if writeback else before)
+
+
 @pytest.mark.parametrize("memory", ["3MiB", "1GiB"])
 @pytest.mark.parametrize("device", sorted({CPU, SIM}))
 def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> None:

@@ -127,6 +127,73 @@ def trains(rank: int, size: int, folder: Path, kind: str) -> None:
     optimizer.close()
 
 
+def loads(rank: int, size: int) -> None:
+    """A block loads state dicts, converts, and refuses other shapes."""
+    for kind in ("resident", "streamed", "ddp"):
+        make, options = KINDS[kind]
+        model = make()
+        options = {"rates": RATES, "host_memory": "1GiB", **options}
+        with overspill.wrap(model, adamw(model), **options) as optimizer:
+            step(model, optimizer, 0, rank)
+            layer, other = module_of(model).layers[1], module_of(net()).layers[0]
+            with overspill.materialized(layer, writeback=True):
+                layer.load_state_dict(other.state_dict())
+                layer.half()
+            found = whole(model)
+            for name, p in other.named_parameters():
+                assert torch.equal(found[f"layers.1.{name}"], p.half().float()), kind
+            for shape in ((32,), (200, 32), (1, 1)):
+                wrong = pytest.raises(overspill.OffloadError, match="nothing was written")
+                with wrong, overspill.materialized(layer, writeback=True):
+                    layer.up.weight.data = torch.ones(shape)
+            assert all(torch.equal(t, found[name]) for name, t in whole(model).items())
+            step(model, optimizer, 1, rank)
+
+
+def zeroes(rank: int, size: int) -> None:
+    """bf16 weights that become zero: their masters are zero, too."""
+    for kind in ("resident", "streamed", "ddp"):
+        for in_place in (False, True):
+            make, options = KINDS[kind]
+            model: Any = sharded(torch.bfloat16) if kind != "ddp" else make().bfloat16()
+            options = {"rates": RATES, "host_memory": "1GiB", **options}
+            with overspill.wrap(model, adamw(model), **options) as optimizer:
+                for number in range(2):
+                    step(model, optimizer, number, rank)
+                p = module_of(model).layers[1].up.weight
+                if in_place:
+                    with torch.no_grad():
+                        (p if kind == "ddp" else p.to_local()).zero_()
+                else:
+                    with overspill.materialized(module_of(model).layers[1], writeback=True) as part:
+                        part.up.weight.data.zero_()
+                assert not whole(model)["layers.1.up.weight"].any()
+                step(model, optimizer, 2, rank)
+                found = whole(model)["layers.1.up.weight"]
+                assert found.any() and found.abs().max() < 0.03  # of a step of lr
+
+
+def between(rank: int, size: int) -> None:
+    """After an update inside backward, an edit is an error once."""
+    for options in (KINDS["resident"][1], STREAMED):
+        model = sharded()
+        given = {"rates": RATES, "host_memory": "1GiB", "update": "backward", **options}
+        with overspill.wrap(model, adamw(model), **given) as optimizer:
+            step(model, optimizer, 0, rank)
+            loss_of(model, 1, rank).backward()
+            late = pytest.raises(overspill.OffloadError, match=r"layers/0")
+            with late, overspill.materialized(model.layers[0], writeback=True) as layer:
+                edit(layer)
+            optimizer.step()
+            optimizer.zero_grad()
+            step(model, optimizer, 2, rank)
+
+
+@pytest.mark.parametrize("work", [loads, zeroes, between])
+def test_odd_uses(work: Callable[..., None]) -> None:
+    spawn(2, work)
+
+
 def refuses(model: nn.Module, optimizer: Any, rank: int) -> None:
     """In a block nothing else is done with the engine."""
     with pytest.raises(overspill.OffloadError, match="is materialized; leave"), torch.no_grad():
