@@ -468,7 +468,7 @@ def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]
     Returns a context manager.  ``model`` is the model or a module in it, or a dict of models as it
     was wrapped, or one of them.  Needs memory for its weights on its device.  With ``writeback``,
     edited weights are written back (and to their masters); without, edits are dropped.  On several
-    ranks, all must use the block and edit alike, and ``fully_shard``ed modules cannot run in it.
+    ranks, all must make the same edits, and modules that FSDP2 has sharded cannot run in the block.
 
     Raises:
         OffloadError: it is not wrapped, or is running, or ranks differ; then nothing is written.

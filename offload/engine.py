@@ -421,7 +421,7 @@ class Engine(Closeable):
     def materialized(
         self, model: nn.Module, given: T, *, writeback: bool, by: Materializes | None = None
     ) -> Materialized[T]:
-        """See ``overspill.materialized``.  The block returns ``given``, and ``by`` begins it."""
+        """See ``overspill.materialized``.  ``by``: what begins and ends the block, if not this."""
         return Materialized(
             by or self.materializing, self._loop.require_usable, model, given, writeback=writeback
         )

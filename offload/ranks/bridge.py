@@ -73,6 +73,9 @@ def _factors(device: torch.device) -> torch.Tensor:
 #   code but FSDP2 gets the shard. The digest is compared as long as the unit's weights have not
 #   changed otherwise (``ExternalForwardAdapter.version``), because the user may still have the
 #   tensor. Forwards without gradients read the edited memory anyway, and compare nothing.
+#
+# Where the shard lies in the engine's memory, the value from before the edit is lost. So 16-bit
+# shards get new masters as a whole: those of unchanged elements are rounded once.
 
 
 class Bridge:
@@ -349,11 +352,6 @@ class Bridge:
         """Reshard gathered weights, so that modules have the sharded parameters."""
         for each in self._modules:
             each.spread()
-
-    def pin_params(self, *, pinned: bool) -> None:
-        """Let FSDP2 keep its parameters while modules have others."""
-        for shard in self._shards:
-            shard.pin(pinned=pinned)
 
     def before_step(self) -> None:
         """Take edits and gradients, before the step."""

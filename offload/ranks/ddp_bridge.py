@@ -232,9 +232,6 @@ class ReplicaBridge:
         """Wait for all current weights."""
         self.arrive_all()
 
-    def pin_params(self, *, pinned: bool) -> None:
-        """Do nothing: ``DistributedDataParallel`` holds no parameters that change."""
-
     def before_step(self) -> None:
         """Give this rank's rows of the gradients to the engine, before the step."""
         if torch_private.joins_uneven(self._ddp):

@@ -78,6 +78,10 @@ class Sharded(DTensor):
         return found
 
 
+def _keep() -> None:
+    """Do nothing, in place of a method."""
+
+
 def _by_fsdp() -> bool:
     """Return whether the caller is FSDP2, which gathers a shard and writes nothing to it."""
     asks = sys._getframe(2).f_globals.get("__name__", "")
@@ -157,18 +161,14 @@ class Shard:
         p = self.param
         p.__dict__[_WATCHER] = watcher
         p.__class__ = Sharded  # type: ignore[assignment]
-
-    def pin(self, *, pinned: bool) -> None:
-        """Keep FSDP2 from adopting another parameter that the module has."""
-        own = {"reset_sharded_param": lambda: None} if pinned else {}
-        self._of.__dict__.pop("reset_sharded_param", None)
-        self._of.__dict__.update(own)
+        self._of.reset_sharded_param = _keep  # FSDP2 adopts neither other memory nor another ``p``
 
     def plain(self) -> None:
         """Make it an ordinary parameter again."""
         p = self.param
         p.__class__ = DTensor  # type: ignore[assignment]
         p.__dict__.pop(_WATCHER, None)
+        self._of.__dict__.pop("reset_sharded_param", None)
 
     def put(self, memory: torch.Tensor, device: torch.device) -> None:
         """Let the parameter report ``device`` and have this memory, until an engine takes it."""

@@ -23,10 +23,10 @@ from ..private import optimizer_private, torch_private
 from ..private.reentrancy import refuse_reentry
 from ..state.averages import AroundExchange, Averaged
 from ..state.materializing import Materialized
-from .materializing import SpreadMaterializing
 from .parts import LocalShard
 from .shards import Shards
 from .stores import export_run, find_run
+from .whole_params import SpreadMaterializing
 from .world import World
 
 log = logging.getLogger("overspill")
@@ -38,9 +38,6 @@ class AroundSteps(AroundExchange, Protocol):
 
     def before_reading(self) -> None:
         """Make all weights current, and let modules have the parameters that users hold."""
-
-    def pin_params(self, *, pinned: bool) -> None:
-        """Keep the parallel strategy from adopting other parameters that modules have."""
 
     def before_step(self) -> None:
         """Prepare to apply the gradients."""
@@ -294,10 +291,6 @@ class SpreadOptimizer(OffloadedOptimizer):
     def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
         raise NotImplementedError
-
-    def pin_params(self, *, pinned: bool) -> None:
-        """See ``WholeWeights``."""
-        self._steps.pin_params(pinned=pinned)
 
     # -- averages -------------------------------------------------------------------------------
 

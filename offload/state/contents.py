@@ -118,7 +118,7 @@ class Contents:
                     same = rounded(spec, masters, before).eq(weight.cpu())
                     if spec.index in unknown:
                         warn_if_lost(spec, masters, same)
-                    keep_masters(spec, masters, same, new)
+                    keep_masters(spec, masters, same, new, weight.cpu())
                 if chunk.group is not None:
                     finite &= all(is_finite(part) for part in (weight, *new.values()))
                     fields[spec.index] = new

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..optim.formats import as_weight
+from ..optim.formats import as_weight, join_master
 from ..private import torch_private
 from ..schedule.units import Chunk, ParamSpec
 
@@ -74,12 +74,14 @@ def rounded(
 
 def keep_masters(
     spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor,
-    fields: dict[str, torch.Tensor],
+    fields: dict[str, torch.Tensor], weight: torch.Tensor,
 ) -> None:  # fmt: skip
     """Keep the masters of elements whose weight is unchanged (``same``): they are not rounded."""
     for name in MASTERS:
         if name in fields:
             old = masters[name][spec.offset : spec.offset + spec.numel]
+            if name == "master_lo":  # the lower half of another value may not belong to this one
+                same = same & as_weight(join_master(weight, old), weight.dtype).eq(weight)
             fields[name] = torch.where(same, old, fields[name])
 
 

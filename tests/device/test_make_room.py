@@ -94,5 +94,5 @@ def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str, d
         failed += run.failed
         assert found[0] == losses, at
         assert all(map(torch.equal, found[1], weights)), at
-    assert failed >= 0.7 * draws  # others had fewer allocations by then
+    assert failed >= 0.8 * draws  # others had fewer allocations by then
     assert not native.take_races()

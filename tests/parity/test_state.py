@@ -110,6 +110,34 @@ def test_a_state_dict_is_loaded_into_what_is_materialized(pair: Any, writeback: 
     close(weights(model), given if writeback else before)
 
 
+class Zeroing(nn.Linear):
+    """Its third forward sets its weight to zero."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            with torch.no_grad():
+                self.weight.zero_()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("device", sorted({CPU, SIM}))
+def test_a_weight_that_its_module_sets_to_zero_has_no_old_master(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Zeroing(16, 16)).bfloat16()
+    rates = overspill.Rates()
+    with overspill.wrap(model, adamw(model), device=device, rates=rates) as optimizer:
+        for number in range(4):
+            loss = model(normal(number, 2, 16).bfloat16()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = dict(overspill.named_weights(model))["1.weight"]
+    assert found.isfinite().all() and found.any()
+
+
 @pytest.mark.parametrize("memory", ["3MiB", "1GiB"])
 @pytest.mark.parametrize("device", sorted({CPU, SIM}))
 def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
     return functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> float:
+    """One step with the batch of that number; its loss."""
+    loss = loss_of(model, number, rank)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights; every rank calls it."""
     return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}  # type: ignore[attr-defined]

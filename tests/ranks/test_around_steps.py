@@ -17,17 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import overspill
 from overspill.ranks.world import World, share_of_cpus
 
-from .spawned import RATES, Net, adamw, folder_of, loss_of, sharded, spawn
+from .spawned import RATES, Net, adamw, folder_of, loss_of, sharded, spawn, step
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> float:
-    loss = loss_of(model, number, rank)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @torch.no_grad()

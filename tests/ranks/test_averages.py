@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import overspill
 
-from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
+from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn, step
 
 DECAY, STEPS = 0.8, 4
 KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -23,12 +23,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "resident": (sharded, {"device": "cpu"}),
     "streamed": (sharded, {"device": "sim", "device_memory": "90KiB"}),
 }
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
-    loss_of(model, number, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def plain(rank: int) -> tuple[dict[str, torch.Tensor], float, float]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 
-from .spawned import RATES, VOCABULARY, Net, adamw, folder_of, loss_of, net, spawn
+from .spawned import RATES, VOCABULARY, Net, adamw, folder_of, loss_of, net, spawn, step
 
 STEPS = 5
 CASES: list[dict[str, Any]] = [
@@ -60,10 +60,10 @@ def train(
     losses = []
     inside = isinstance(optimizer, overspill.OffloadedOptimizer)
     most = clip or (None if inside else limit)
-    for step in range(STEPS):
+    for number in range(STEPS):
         for micro in range(accumulate):
             with model.no_sync() if micro < accumulate - 1 else nullcontext():
-                loss = loss_of(model, step * accumulate + micro, rank) / accumulate
+                loss = loss_of(model, number * accumulate + micro, rank) / accumulate
                 loss.backward()
             losses.append(loss.item())
         if most is not None:
@@ -72,14 +72,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def step(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> float:
-    loss = loss_of(model, number, rank)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def weights_of(model: nn.Module) -> Seen:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 
-from .spawned import RATES, Net, adamw, folder_of, loss_of, net, sharded, spawn
+from .spawned import RATES, Net, adamw, folder_of, loss_of, net, sharded, spawn, step
 from .test_meshes import batch_of, on_mesh, same_everywhere, size_of
 
 STEPS = 3
@@ -61,14 +61,6 @@ def edit(layer: nn.Module) -> None:
     first.data *= 0.5
     for p in others:
         p.data = p.data + 0.25
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> float:
-    loss = loss_of(model, number, rank)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def module_of(model: nn.Module) -> Any:

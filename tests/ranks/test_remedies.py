@@ -19,19 +19,13 @@ import overspill
 from overspill.cli.app import app
 from overspill.io_engine.store_file import STORE_NAME
 
-from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn, whole
+from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn, step, whole
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
 
 
 def wrapped(model: nn.Module, **options: Any) -> Any:
     return overspill.wrap(model, adamw(model), **OPTIONS, **options)
-
-
-def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> None:
-    loss_of(model, number, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def trains(model: nn.Module, rank: int, optimizer: Any = None, **options: Any) -> None:

@@ -259,14 +259,14 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/integrations/transformers.py", "(set max_grad_norm=0)"): (
         "tests/integrations/test_transformers.py::test_what_people_set"
     ),
-    ("offload/ranks/materializing.py", "give the same one on every rank"): (
+    ("offload/ranks/whole_params.py", "give the same one on every rank"): (
         "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
     (
-        "offload/ranks/materializing.py",
+        "offload/ranks/whole_params.py",
         "was replaced while the model was materialized; copy the",
     ): ("tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"),
-    ("offload/ranks/materializing.py", "edit weights in the same"): (
+    ("offload/ranks/whole_params.py", "edit weights in the same"): (
         "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
     ("offload/ranks/ddp.py", "now: load them into the model before"): (

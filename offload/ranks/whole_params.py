@@ -37,10 +37,6 @@ class WholeWeights(Protocol):
         """Write this rank's part of each whole weight that differs."""
         ...
 
-    def pin_params(self, *, pinned: bool) -> None:
-        """Keep FSDP2 from adopting other parameters that modules have."""
-        ...
-
 
 class SpreadMaterializing:
     """Implements ``overspill.materialized`` for parts of a model that is spread over ranks.
@@ -75,7 +71,6 @@ class SpreadMaterializing:
             self._names = {id(new): name for name, _, new in made}
             self._shapes = {name: tuple(new.shape) for name, _, new in made}
             by_id = {id(old): new for _, old, new in made}
-            self._weights.pin_params(pinned=True)
             for module in model.modules():
                 for name, p in list(own_parameters(module).items()):
                     if (new := by_id.get(id(p))) is not None and p is not None:
@@ -95,10 +90,12 @@ class SpreadMaterializing:
                     f"materialized: rank {rank} was given another module than rank "
                     f"{self._world.rank}; give the same one on every rank"
                 )
-        return [
+        made = [
             (name, p, nn.Parameter(self._weights.read_whole(name), p.requires_grad))
             for name, p in params.items()
         ]
+        self._world.gathered(None)  # no rank has failed to read
+        return made
 
     def end(self) -> Mapping[str, torch.Tensor]:
         """End the block, after an error too, and return what the parameters held, by name."""
@@ -115,7 +112,6 @@ class SpreadMaterializing:
             module, name, old, _ = self._replaced[-1]
             put_parameter(module, name, old)
             self._replaced.pop()
-        self._weights.pin_params(pinned=False)
         if self._of_engine.active:
             self._of_engine.end()
         self._block, self._names = None, {}
