@@ -80,13 +80,13 @@ class Run:
         return float(loss)
 
 
-@pytest.mark.parametrize("draws", [8, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("draws", [6, pytest.param(25, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str, draws: int) -> None:
     whole = Run(native, OPTIONS[name])
     losses, weights = whole.train()
     rng, failed = random.Random(name), 0
-    for _ in range(draws):
+    for _ in range(3 * draws):  # some have fewer allocations than were counted, and none fails
         number = rng.randrange(len(whole.counts))
         at = number, rng.randint(1, int(0.9 * whole.counts[number]))
         run = Run(native, OPTIONS[name])
@@ -94,5 +94,7 @@ def test_a_failed_allocation_costs_a_repetition(native: ModuleType, name: str, d
         failed += run.failed
         assert found[0] == losses, at
         assert all(map(torch.equal, found[1], weights)), at
-    assert failed >= 0.8 * draws  # others had fewer allocations by then
+        if failed >= draws:
+            break
+    assert failed >= draws
     assert not native.take_races()
