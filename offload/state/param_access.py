@@ -209,7 +209,8 @@ class ParamAccess:
         asked = {index: loan for index, loan in self._loans.items()
                  if units is None or self._parts.unit_of[index] in units}  # fmt: skip
         edited = {index: loan for index, loan in asked.items() if loan.watched.changed}
-        late = [index for index, loan in edited.items() if loan.version != self._now(index)]
+        late = [index for index, loan in edited.items() if loan.version != self._now(index)
+                or self._parts.unit_of[index] in self._ledger.early]  # fmt: skip
         if late:
             self.renew()
             raise BackwardUpdateError(

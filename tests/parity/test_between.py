@@ -24,6 +24,34 @@ def make() -> TinyLM:
     return TinyLM()
 
 
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+@pytest.mark.parametrize("through", ["data", "detach", "parameter"])
+def test_a_write_after_the_update_is_reported_once(through: str, place: str) -> None:
+    """The step can then be taken, with the bits of one without that write."""
+    memory = {"resident": "1GiB", "streamed": "320KiB"}[place]
+
+    def trained(writes: bool) -> dict[str, torch.Tensor]:
+        model = make()
+        with overspill.wrap(
+            model, adamw(model), device=SIM, device_memory=memory, host_memory="64MiB",
+            update="backward", rates=overspill.Rates(),
+        ) as optimizer:  # fmt: skip
+            train(model, optimizer, 1)
+            model(*batch(1)).backward()
+            if writes:
+                p = model.head.weight
+                with pytest.raises(OffloadError, match="update='backward' ha"), torch.no_grad():
+                    {"data": p.data, "detach": p.detach(), "parameter": p}[through].mul_(1.5)
+                    optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            train(model, optimizer, 2)
+            return weights(model)
+
+    found = trained(writes=True)
+    assert all(torch.equal(found[n], value) for n, value in trained(writes=False).items())
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_forward_between_backward_and_step(place: str, accumulate: int, tmp_path: Path) -> None:
