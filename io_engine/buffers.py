@@ -27,6 +27,7 @@ MOST_WORKERS = 16
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
 _MAP_NORESERVE = 0x4000
+_MAP_SHARED_FIXED = 0x01 | 0x10
 _MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -91,6 +92,7 @@ class _Mapping:
         self._lock = threading.Lock()
         self._transfers = 0  # on their way
         self._released = False
+        self.file_bytes = 0  # at the start, where a file is mapped
         self.before_end: list[Callable[[], None]] = []
         self.close = weakref.finalize(
             self, _end, os.getpid(), self.address, nbytes, self.before_end, on_release
@@ -155,7 +157,7 @@ class _Mapping:
         if code == 0:
             return
         if code == 22:  # EINVAL: a kernel before 5.14
-            np.asarray(self)[:: os.sysconf("SC_PAGE_SIZE")] = 0
+            np.asarray(self)[self.file_bytes :: os.sysconf("SC_PAGE_SIZE")] = 0
             return
         raise HostMemoryError(
             f"host memory: need {self.nbytes} bytes, but less is free: {os.strerror(code)}; lower "
@@ -246,6 +248,23 @@ class Lease:
         """
         if self._mapping is not None:
             self._mapping.populate()
+
+    def map_file(self, descriptor: int, nbytes: int) -> None:
+        """Maps a file in place of the first ``nbytes``, whole pages that nothing has used yet.
+
+        Other processes that map the file see what is written there.
+
+        Raises:
+            OffloadError: the system refuses it; the lease is then good for nothing.
+        """
+        if self._mapping is None:
+            raise HostMemoryError(f"the lease of {self.nbytes} bytes has been released")
+        self._mapping.file_bytes = nbytes
+        place = _libc.mmap(self.address, nbytes, _PROT_READ_WRITE, _MAP_SHARED_FIXED, descriptor, 0)
+        if place == _MAP_FAILED or _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0:
+            code = ctypes.get_errno()
+            raise HostMemoryError(f"cannot map {nbytes} bytes of a file: {os.strerror(code)}")
+        _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
     def before_release(self, act: Callable[[], None]) -> None:
         """Has ``act`` called before the memory is returned, by whom and whenever that is done.

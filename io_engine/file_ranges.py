@@ -172,16 +172,17 @@ def state_of(file: int | Path) -> FileState:
 class _File:
     """An open file, and what it was when it was opened, or before."""
 
-    def __init__(self, path: Path, was: FileState | None) -> None:
+    def __init__(self, path: Path, was: FileState | None, *, direct: bool) -> None:
         self.path = path
+        flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             try:
-                self.fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                self.fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 log.warning("%s: no direct I/O here; reads go through the page cache", path)
-                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self.fd = os.open(path, flags)
         except OSError as error:
             raise refused(path, "it cannot be opened to read", error) from error
         self._was = was or state_of(self.fd)
@@ -205,11 +206,13 @@ class RangeReader:
 
     def __init__(
         self, files: Sequence[Path], *, was: Sequence[FileState] | None = None,
-        checksum: bool = True, threads: int = LEAST_THREADS,
+        checksum: bool = True, threads: int = LEAST_THREADS, direct: bool = True,
     ) -> None:  # fmt: skip
         """Open the files and start the threads.
 
-        ``was``: each file's identity when its layout was read.
+        ``was``: each file's identity when its layout was read.  ``direct``: read past the page
+        cache.  Processes that read the same ranges at about the same time read them once from disk
+        if it is false.
 
         Raises:
             IoError: a file cannot be opened.
@@ -227,7 +230,8 @@ class RangeReader:
         self._expected: dict[FileRanges, int] = {}
         try:
             for number, path in enumerate(files):
-                self._files.append(_File(path, None if was is None else was[number]))
+                state = None if was is None else was[number]
+                self._files.append(_File(path, state, direct=direct))
             self._lease = allocate_host(held_bytes(threads))  # together, as pages are huge
             for number in range(threads):
                 bounce = self._lease.array[number * BOUNCE_BYTES :][:BOUNCE_BYTES]

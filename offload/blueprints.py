@@ -51,7 +51,14 @@ from .planning.packed_pages import with_described_pages, with_pages
 from .planning.partition import Partition, partition, pinned_units, received_bytes
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
-from .planning.stand_ins import StandInModel, held_parameters, parameters_named, whole_model
+from .planning.stand_ins import (
+    StandInModel,
+    held_parameters,
+    parameters_named,
+    shared_memory_of,
+    sharers,
+    whole_model,
+)
 from .planning.subgroups import StateField
 from .planning.unit_discovery import modules_named
 from .planning.whole_updates import WholeUpdates
@@ -99,7 +106,7 @@ def make_blueprint(
             made = _blueprint(model, optimizer, config, accelerator, *more, **given)
         finally:
             new.remove()
-        return replace(made, tiled=layers)
+        return replace(made, tiled=layers, shared_memory=shared_memory_of(model))
 
     now = tiled_layers(model)
     if config.tile is None or config.tile == "auto":
@@ -145,7 +152,7 @@ def _blueprint(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(model, parts, config),
-        in_place=frozenset(sources.ranges), work_of=updates.work_of,
+        in_place=frozenset(sources.ranges), sharers=sharers(model), work_of=updates.work_of,
         could_tile=_could_tile(model, config), packed_itemsize=_packed(parts, config, accelerator),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
@@ -365,7 +372,7 @@ def _plan_of(
         )  # fmt: skip
     held = {
         Tier.DEVICE: layout.regions.device_bytes + needs.device_update_bytes,
-        Tier.HOST: layout.regions.host_bytes
+        Tier.HOST: layout.regions.counted_host_bytes
         + working_bytes(budgets, replace(needs, in_place=layout.in_place)),
         Tier.NVME: chosen.disk_bytes,
     }

@@ -12,6 +12,7 @@ from ..facts.stats import MemoryStats
 from ..facts.tier import Tier
 from ..facts.trace import TierBytes
 from ..io_engine import Lease, allocate_host
+from ..io_engine.shared_memory import SharedMemory
 from ..planning.budgets import free_pages
 from ..planning.plan import Budgets
 from ..planning.working_memory import DIRECTIONS, packing_bytes
@@ -30,11 +31,18 @@ class Memory:
         pageable_bytes: host memory of the device's transfers that is not page-locked.
     """
 
-    def __init__(self, budgets: Budgets, layout: Layout, accelerator: Accelerator) -> None:
+    def __init__(
+        self, budgets: Budgets, layout: Layout, accelerator: Accelerator,
+        shared: SharedMemory | None = None,
+    ) -> None:  # fmt: skip
         """
+        Args:
+            shared: where the part of the layout is that other ranks share.
+
         Raises:
             BudgetError: a tier has no room; nothing stays taken.
         """
+        self._layout, self._shared = layout, shared
         regions, self._room, self._saved_here = layout.regions, layout.saved, 0
         self._accelerator = accelerator
         # Weights that are read in place fill memory when they are first read, not earlier.
@@ -56,7 +64,7 @@ class Memory:
         self._held = HeldMemory()
         try:
             self._held.take_host(
-                self._budgets[Tier.HOST], regions.host_bytes, self._allocate, self._free
+                self._budgets[Tier.HOST], regions.counted_host_bytes, self._allocate, self._free
             )
             if accelerator.has_device_memory:
                 self._held.take_device(
@@ -90,10 +98,18 @@ class Memory:
             self._annexed.release()
             self._annexed = None
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        self.lease = allocate_host(nbytes, populate=self._at_once)
-        self._lock(self.lease.address, self.lease.nbytes)
-        return torch.from_numpy(self.lease.array)[:nbytes]
+    def _allocate(self) -> torch.Tensor:
+        nbytes, shared = self._layout.regions.host_bytes, self._layout.regions.host_shared
+        self.lease = lease = allocate_host(nbytes, populate=self._at_once and not shared)
+        if shared:
+            assert self._shared is not None
+            self._shared.map_over(lease, shared, str(self._layout.shared_places))
+            if self._at_once:
+                lease.populate()
+            self._lock(lease.address, shared)
+        if lease.nbytes > shared:
+            self._lock(lease.address + shared, lease.nbytes - shared)
+        return torch.from_numpy(lease.array)[:nbytes]
 
     def _free(self) -> None:
         if self.lease is not None:

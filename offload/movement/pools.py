@@ -188,13 +188,13 @@ class HeldMemory:
         self._reserved.append(budget.reserve(nbytes, what, remedy))
         self._undo.append(self._reserved[-1].release)
 
-    def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+    def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[], torch.Tensor],
                   free: Callable[[], None]) -> None:  # fmt: skip
-        """Reserve and allocate the host arena."""
+        """Reserve ``nbytes`` and allocate the host arena."""
         if nbytes:
             self._reserve(budget, nbytes, "the host arena", "raise host_memory")
             self._undo.append(free)
-            self.arenas.host = allocate(nbytes)
+            self.arenas.host = allocate()
 
     def take_annex(self, allocate: Callable[[], Annex], free: Callable[[], None]) -> None:
         """Allocate the address space of host memory beyond the arena, but none of its pages."""

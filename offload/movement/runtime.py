@@ -72,7 +72,9 @@ class Runtime:
 
     def _start(self, before_asking: Callable[[], Iterable[Freed]]) -> None:
         config, layout = self.config, self.layout
-        self.memory = Memory(self.blueprint.budgets, layout, self.accelerator)
+        self.memory = Memory(
+            self.blueprint.budgets, layout, self.accelerator, self.blueprint.shared_memory
+        )
         self.store = self._open_store()
         self.trace.tiers = self.memory.for_trace()
         count = config.threads or threads_beside(self.accelerator.device)

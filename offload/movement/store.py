@@ -63,8 +63,9 @@ class Store:
                 self._open(config, max(disk_bytes, PAGE), memory)
             if layout.in_place:
                 self.files = RangeReader(
-                    sources.files, was=sources.states, checksum=config.checksum, threads=readers
-                )
+                    sources.files, was=sources.states, checksum=config.checksum, threads=readers,
+                    direct=layout.regions.sharers == 1,
+                )  # fmt: skip
             self.disks = Disks(self.io, self.files)
             if self.io is not None or self.files is not None:
                 self.disk = self._paced_to(limits)

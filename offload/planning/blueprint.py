@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config import OffloadConfig
+from ..io_engine.shared_memory import SharedMemory
 from ..optim import Rule
 from ..schedule.layout import Layout
 from .partition import Partition
@@ -27,6 +28,7 @@ class Blueprint:
     sources: Sources = NO_SOURCES
     heads: tuple[nn.Linear, ...] = ()  # which compute their logits in chunks
     tiled: tuple[nn.Module, ...] = ()  # the layers that run in tiles
+    shared_memory: SharedMemory | None = None  # see ``StandInModel``
 
     @property
     def update(self) -> str:

@@ -24,7 +24,7 @@ WHAT = "what autograd keeps until backward (the activations)"
 def left_bytes(layout: Layout, budgets: Budgets) -> int:
     """Return the bytes that the engine leaves of the budget for the memory that compute uses."""
     if budgets.device is None:
-        return max(0, budgets.host - layout.regions.host_bytes)
+        return max(0, budgets.host - layout.regions.counted_host_bytes)
     return max(0, budgets.device - layout.regions.device_bytes)
 
 

@@ -15,6 +15,7 @@ from .van_der_corput import spread
 STATE_SLOTS = 4  # one is updated, one read ahead, one written back, one spare
 VISITS_SHARE = 0.125  # of the device's budget, at most, for records that are updated there
 DEFAULT_DEPTH = 3
+SHARED_GRANULE = 64 << 10  # bytes of the largest pages of host memory, a multiple of all others
 
 
 class Placement:
@@ -86,6 +87,28 @@ class Placement:
     def _stays(self, unit: Unit) -> bool:
         """Return whether a unit's weights must stay in compute's memory."""
         return unit.encloses or unit.weight_bytes == 0 or unit.index in self.needs.pinned
+
+    def shared(self, unit: Unit) -> bool:
+        """Return whether ranks share a host copy of a unit, if it has its home there.
+
+        See Note [Shared host memory] in ``io_engine/shared_memory.py``.
+        """
+        fixed = not unit.trainable and (unit.packed or unit.index in self.in_place)
+        if self.needs.sharers == 1 or not fixed:
+            return False
+        # Compute must not use the shared bytes themselves, which a user could write to.  Nor may a
+        # resident copy be made of them: other ranks may not have loaded them yet.
+        moves = self._apart(unit) and not self.resident[unit.index]
+        return moves and unit.index not in self.pages_there
+
+    def _home_bytes(self, unit: Unit) -> int:
+        """Return the most bytes of a rank's budget that a host home of a unit's weights takes."""
+        if not self.shared(unit):
+            return unit.stored_bytes
+        return self._counted(unit.stored_bytes + SHARED_GRANULE)
+
+    def _counted(self, shared_bytes: int) -> int:
+        return -(-shared_bytes // self.needs.sharers)
 
     def _first_grads(self, unit: Unit) -> Tier | None:
         return None if self.needs.transient_grads or not unit.trainable else self.lower
@@ -179,10 +202,14 @@ class Placement:
         return self._host_weights(ahead) + self._host_grads() + slots * self._slot_bytes()
 
     def _homes(self) -> int:
-        total = 0
+        total = shared = 0
         for unit in range(len(self.units)):
             if self.weights[unit] is Tier.HOST and unit not in self.pages_there:
-                total += self.units[unit].stored_bytes
+                nbytes = self.units[unit].stored_bytes
+                if self.shared(self.units[unit]):
+                    shared += align(nbytes, 4096)
+                else:
+                    total += nbytes
             if self.grads[unit] is Tier.HOST:
                 total += self.grad_bytes[unit]
             held = self.state[unit].count(Tier.HOST)
@@ -191,7 +218,7 @@ class Placement:
             elif held:
                 pairs = zip(self.subgroups[unit], self.state[unit], strict=True)
                 total += sum(s.nbytes for s, tier in pairs if tier is Tier.HOST)
-        return total
+        return total + self._counted(align(shared, SHARED_GRANULE))
 
     def disk_bytes(self) -> int:
         copies = 2 if self.needs.durable else 1

@@ -132,6 +132,7 @@ class Needs:
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
     in_place: frozenset[int] = frozenset()  # units that may be read from the user's own files
+    sharers: int = 1  # ranks of this machine that have the same frozen weights, this one included
     packed_itemsize: int = 0  # bytes per element of activations that are packed; 0: none is
     could_tile: bool = False  # whether feed-forward layers could run in tiles, and do not
 

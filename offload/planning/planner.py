@@ -18,7 +18,7 @@ from ..schedule.units import PAGE, Unit, align
 from ..schedule.visits import MATRIX_FLOPS, visit_of
 from ..schedule.visits import SLOTS as VISIT_SLOTS
 from .partition import Partition
-from .placement import STATE_SLOTS, Placement
+from .placement import SHARED_GRANULE, STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
 from .sections import is_section
 
@@ -210,7 +210,7 @@ class _Planner(Placement):
         if policy in ("recompute", "selective"):
             again = self.needs.recomputable
             kept = again if policy == "selective" else frozenset()
-        host = max(0, self.budgets.host - self.unpacked - regions.host_bytes)
+        host = max(0, self.budgets.host - self.unpacked - regions.counted_host_bytes)
         itemsize = self.needs.packed_itemsize
         nvme = 0
         if policy != "host" and self.budgets.nvme is not None:
@@ -305,8 +305,8 @@ class _Planner(Placement):
                 continue  # the device and the store have copies; a third one is not needed
             if self.has_device and self.resident[unit.index] and not unit.trainable:
                 continue  # the copy that compute uses is enough
-            if spend.take(unit.stored_bytes):
-                if unit.index in self.in_place:
+            if spend.take(self._home_bytes(unit)):
+                if unit.index in self.in_place and not self.shared(unit):
                     self.cached.add(unit.index)
                 else:
                     self.weights[unit.index] = Tier.HOST
@@ -332,7 +332,7 @@ class _Planner(Placement):
         elif any(u.packed for u in self.units):
             device_weights = self.unpacked = self._plan_unpacked()
         ahead, slots = self._plan_host()
-        homes, device_fixed, host_fixed = self._assign()
+        homes, device_fixed, host_fixed, host_shared = self._assign()
         regions = Regions(
             device_fixed,
             device_weights,
@@ -344,6 +344,8 @@ class _Planner(Placement):
             slots if self._slot_bytes() else 0,
             self.visit_slot,
             self.visit_slots,
+            host_shared,
+            self.needs.sharers,
         )
         disk = self.disk_bytes()
         if self.budgets.nvme is not None and disk > self.budgets.nvme:
@@ -373,11 +375,12 @@ class _Planner(Placement):
             disk,
         )
 
-    def _assign(self) -> tuple[tuple[UnitHome, ...], int, int]:
-        """Give every fixed home its place, in the order of the units.
+    def _assign(self) -> tuple[tuple[UnitHome, ...], int, int, int]:
+        """Give every fixed home its place, in the order of the units; shared ones come first.
 
         Returns:
-            The homes, and the bytes of the fixed parts of device and host memory.
+            The homes, and the bytes of the fixed parts of device and host memory, and of the part
+            of the latter that ranks share.
         """
         ends = {Tier.DEVICE: 0, Tier.HOST: 0}
 
@@ -388,6 +391,12 @@ class _Planner(Placement):
             ends[tier] += align(nbytes, 4096)
             return place
 
+        shared = {
+            unit.index: put(Tier.HOST, unit.stored_bytes)
+            for unit in self.units
+            if self.weights[unit.index] is Tier.HOST and self.shared(unit)
+        }
+        ends[Tier.HOST] = host_shared = align(ends[Tier.HOST], SHARED_GRANULE)
         homes: list[UnitHome] = []
         for unit in self.units:
             i = unit.index
@@ -399,9 +408,9 @@ class _Planner(Placement):
                     device_place=put(Tier.DEVICE, unit.weight_bytes)
                     if self._apart(unit) and resident
                     else None,
-                    host_place=put(
-                        Tier.DEVICE if i in self.pages_there else Tier.HOST, unit.stored_bytes
-                    )
+                    host_place=shared[i]
+                    if i in shared
+                    else put(Tier.DEVICE if i in self.pages_there else Tier.HOST, unit.stored_bytes)
                     if home.weights is Tier.HOST or i in self.pages_there
                     else None,
                     grad_place=put(home.grads, self.grad_bytes[i]),
@@ -410,7 +419,7 @@ class _Planner(Placement):
                     ),
                 )
             )
-        return tuple(homes), ends[Tier.DEVICE], ends[Tier.HOST]
+        return tuple(homes), ends[Tier.DEVICE], ends[Tier.HOST], host_shared
 
 
 def _in_sections(unit: Unit) -> str:

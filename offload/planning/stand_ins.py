@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from ..io_engine.shared_memory import SharedMemory
 from .regions import TensorRegion
 from .unit_discovery import FoundUnit, modules_named
 
@@ -40,6 +41,7 @@ class StandInModel(nn.Module):
             the same order.
         ranks: the ranks from which weights are gathered for compute, this one included; 1 if every
             rank computes with its own.
+        shared_memory: host memory for frozen weights that other ranks of this machine have too.
     """
 
     whole: nn.Module
@@ -47,6 +49,7 @@ class StandInModel(nn.Module):
     regions: dict[int, TensorRegion]
     ranks: int
     tensor_ranks: int
+    shared_memory: SharedMemory | None = None
 
     def __init__(self, whole: nn.Module, ranks: int = 1, tensor_ranks: int = 1) -> None:
         super().__init__()
@@ -63,6 +66,17 @@ def running(found: FoundUnit) -> FoundUnit:
 def whole_model(model: nn.Module) -> nn.Module:
     """Return the model that is run."""
     return model.whole if isinstance(model, StandInModel) else model
+
+
+def shared_memory_of(model: nn.Module) -> SharedMemory | None:
+    """Return the memory for frozen weights that other ranks of this machine have too, if any."""
+    return model.shared_memory if isinstance(model, StandInModel) else None
+
+
+def sharers(model: nn.Module) -> int:
+    """Return the number of ranks of this machine with the same frozen weights."""
+    shared = shared_memory_of(model)
+    return 1 if shared is None else len(shared.members)
 
 
 def held_parameters(model: nn.Module, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:

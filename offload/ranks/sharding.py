@@ -167,6 +167,9 @@ class Sharding:
         stay = ("",) if isinstance(self._way, Replicated) else config.resident
         # FSDP2 copies weights to where they compute, even if it gathers them from one rank only.
         gathers = gathered_bytes(self.shards) if isinstance(self._way, FullySharded) else 0
+        frozen = any(not p.requires_grad for p in self.model.parameters())
+        if frozen and isinstance(self._way, FullySharded):
+            self.shards.shared_memory = self.world.shared_memory(self.shards.frozen_regions())
         own = self.world.share(whole, gathers)
         return replace(own, rates=rates, units=units, resident=stay)
 
@@ -200,7 +203,11 @@ class Sharding:
             if runtime.store.writer is not None:
                 runtime.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
-            self.world.gathered(None)  # from here on every rank has an engine
+            # From here on every rank has an engine, and shared host memory is filled.
+            digests = self.world.gathered(runtime.store.digests())
+            if self.shards.shared_memory is not None:
+                runtime.store.expect(digests[self.shards.shared_memory.members[0]])
+                self.shards.shared_memory.close()
             for bridge in self._bridges:
                 bridge.begin()
             self._way.begin()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.regions import TensorRegion
 from ..planning.stand_ins import StandIn, StandInModel
 from ..planning.unit_discovery import ROOT as UNIT_OF_MODEL
 from ..private import module_private
@@ -66,6 +67,10 @@ class Shards(StandInModel):
         """See ``nn.Module``. All its walks over modules and buffers begin here."""
         self._share_buffers()
         yield from super().named_modules(*args, **options)
+
+    def frozen_regions(self) -> list[tuple[str, TensorRegion]]:
+        """Return the regions of the parameters that are not trained, by name."""
+        return [(s.name, s.region) for s in self.shards if not s.param.requires_grad]
 
     def _share_buffers(self) -> None:
         """Adopt the model's current buffers: a forward may have replaced the tensor of a name."""

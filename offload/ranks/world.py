@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..config import OffloadConfig, parse_size
 from ..errors import RankError
 from ..facts.rates import Rates
+from ..io_engine.shared_memory import SharedMemory
 from ..open_engines import untaken
 from ..optim.cores import allowed_cpus, quota_cpus
 from ..planning.budgets import (
@@ -129,9 +130,9 @@ class World:
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
         self._lost = False  # whether a ``gathered`` was begun and did not end
         self.rank, self.size = members.index(dist.get_rank()), len(members)
-        machine = f"{socket.gethostname()}:{_boot()}"
-        everyone = self.gathered((machine, allowed_cpus()))
-        here = [i for i, (name, _) in enumerate(everyone) if name == machine]
+        self._machine = f"{socket.gethostname()}:{_boot()}"
+        everyone = self.gathered((self._machine, allowed_cpus()))
+        here = [i for i, (name, _) in enumerate(everyone) if name == self._machine]
         self.cpu_share = share_of_cpus([everyone[i][1] for i in here], everyone[self.rank][1])
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._first_here = here[0]
@@ -188,6 +189,25 @@ class World:
                         f"{name} is {values[0]!r} on rank 0 and {value!r} on rank {rank}; every "
                         "rank is to pass the same"
                     )
+
+    def shared_memory(self, key: Any) -> SharedMemory | None:
+        """Return memory for what ranks of this machine that give the same key all have.
+
+        ``None``: there is no other one, or they may not open each other's files.
+        """
+        keys = self.gathered((self._machine, key))
+        alike = [rank for rank, each in enumerate(keys) if each == keys[self.rank]]
+        if all(keys.count(each) == 1 for each in keys):
+            return None
+        made: SharedMemory | None = None
+        with suppress(OSError):
+            made = SharedMemory.create(alike) if self.rank == alike[0] else None
+        address = self.gathered(None if made is None else made.address)[alike[0]]
+        with suppress(OSError):
+            if made is None and address is not None:
+                made = SharedMemory.open(address, alike)
+        has = self.gathered(made is not None)
+        return made if len(alike) > 1 and all(has[rank] for rank in alike) else None
 
     def of_first_here(self, make: Callable[[], Given]) -> Given:
         """Return what the first rank of each machine makes; to be used inside ``all_or_none``."""

@@ -133,7 +133,12 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Regions:
-    """The sizes of all parts of the two memory arenas, in bytes; the fixed part comes first."""
+    """The sizes of all parts of the two memory arenas, in bytes; the fixed part comes first.
+
+    Attributes:
+        host_shared: bytes at the start of the fixed part of host memory that ``sharers`` ranks map
+            together; see Note [Shared host memory] in ``io_engine/shared_memory.py``.
+    """
 
     device_fixed: int = 0
     device_weights: int = 0
@@ -145,6 +150,8 @@ class Regions:
     state_slots: int = 0
     visit_slot: int = 0
     visit_slots: int = 0
+    host_shared: int = 0
+    sharers: int = 1
 
     @property
     def device_bytes(self) -> int:
@@ -153,6 +160,11 @@ class Regions:
     @property
     def host_bytes(self) -> int:
         return self.fixed_bytes(Tier.HOST) + sum(r.nbytes for r in self.of(Tier.HOST).values())
+
+    @property
+    def counted_host_bytes(self) -> int:
+        """The bytes of host memory that count against a rank's budget."""
+        return self.host_bytes - self.host_shared + -(-self.host_shared // self.sharers)
 
     def fixed_bytes(self, tier: Tier) -> int:
         """Return the bytes of fixed homes, at the start of the arena."""
@@ -283,6 +295,16 @@ class Layout:
         state = (tier for home in self.homes for tier in home.state)
         moves = self.has_device or self.durable or any(self.streamed)
         return not moves and all(tier is Tier.HOST for tier in state)
+
+    @cached_property
+    def shared_places(self) -> dict[int, Place]:
+        """By unit, the host places that other ranks map too."""
+        end = self.regions.host_shared
+        homes = ((unit, home.host_place) for unit, home in enumerate(self.homes))
+        return {
+            unit: place for unit, place in homes
+            if place is not None and place.tier is Tier.HOST and place.offset < end
+        }  # fmt: skip
 
     # -- by item --------------------------------------------------------------------------------
 

@@ -56,14 +56,26 @@ class Contents:
     The caller ensures that no transfer or update runs meanwhile.
     """
 
-    def __init__(self, layout: Layout, arenas: Arenas, direct: DirectAccess) -> None:
+    def __init__(
+        self, layout: Layout, arenas: Arenas, direct: DirectAccess, *, fills_shared: bool = True
+    ) -> None:
+        """
+        Args:
+            fills_shared: whether this rank reads weights to places that ranks share.
+        """
+        self._fills_shared = fills_shared
         self._layout, self._arenas, self._direct = layout, arenas, direct
         self._read: tuple[int, torch.Tensor] | None = None  # a unit, and its bytes, read asleep
 
     # -- writing --------------------------------------------------------------------------------
 
     def show_in_place(self, unit: int) -> None:
-        """Read a unit from the files of ``weights=`` now, if it has a fixed place in memory."""
+        """Read a unit from the files of ``weights=`` now, if it has a fixed place in memory.
+
+        A place that ranks share is filled by one of them.
+        """
+        if unit in self._layout.shared_places and not self._fills_shared:
+            return
         if self._layout.homes[unit].stays:
             self._direct.reload(Key(Kind.WEIGHTS, unit))
 

@@ -51,6 +51,10 @@ class EngineResources:
         stubs = Stubs(blueprint.parts.units, accelerator.device)
         trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
         runtime = Runtime(blueprint, accelerator, trace, before_asking, owner, found)
-        contents = Contents(runtime.layout, runtime.memory.arenas, runtime.direct)
+        shared = blueprint.shared_memory
+        contents = Contents(
+            runtime.layout, runtime.memory.arenas, runtime.direct,
+            fills_shared=shared is None or shared.first,
+        )  # fmt: skip
         runtime.sleeping.add_user(contents)
         return cls(runtime, contents, stubs, trainer, slot_refs)

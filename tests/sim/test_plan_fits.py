@@ -19,7 +19,8 @@ from overspill.planning.planner import make_layout
 from overspill.planning.simulate import Simulation
 from overspill.planning.steady import simulate
 from overspill.schedule.invariants import validate
-from tests.random_parts import Field, random_parts
+from overspill.schedule.units import align
+from tests.random_parts import Field, random_parts, some_packed
 
 CASES = 200
 RATES = Rates(1e9, 1e9, 1e-5, 5e8, 4e8, 6e8, 1e8, 1e10, 1e11)
@@ -50,8 +51,11 @@ def runs(parts: Partition, budgets: Budgets, needs: Needs) -> None:
     """Two steps of the very machine, with every invariant checked after every signal."""
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
     assert not shortfalls
-    assert layout.regions.host_bytes <= budgets.host
-    assert layout.regions.device_bytes <= (budgets.device or 0)
+    if budgets.device is None:  # weights are unpacked to host memory
+        assert layout.regions.counted_host_bytes + layout.regions.device_bytes <= budgets.host
+    else:
+        assert layout.regions.counted_host_bytes <= budgets.host
+        assert layout.regions.device_bytes <= budgets.device
     assert disk <= (budgets.nvme or 0)
     run = Simulation(layout, Costs.from_flops(layout, RATES, 64))
     handle = run.machine.handle
@@ -64,7 +68,8 @@ def runs(parts: Partition, budgets: Budgets, needs: Needs) -> None:
     run.machine.handle = checked  # type: ignore[method-assign,assignment]
     for _ in range(2):
         run.step(needs.accumulate, needs.update)
-    assert run.peak_bytes[Tier.HOST] <= layout.regions.host_bytes <= budgets.host
+    unpacked = layout.regions.device_bytes if budgets.device is None else 0
+    assert run.peak_bytes[Tier.HOST] <= layout.regions.host_bytes + unpacked
     assert run.peak_bytes[Tier.DEVICE] <= layout.regions.device_bytes
 
 
@@ -119,3 +124,33 @@ def test_joined_subgroups_move_the_same_bytes() -> None:
     sums = [sum(s.nbytes for g in each.subgroups for s in g) for each in (layout, coarse)]
     assert sums[0] == sums[1]
     assert coarsen(layout, most=10**6) is layout
+
+
+def test_host_copies_of_frozen_units_are_counted_once_for_all_ranks_that_share_them() -> None:
+    """Ranks have them at the same places, before all else, and need less memory each."""
+    shared = 0
+    for seed in range(CASES):
+        parts, budgets, needs = draw(seed)
+        parts = some_packed(parts, random.Random(seed))
+        frozen = [unit.index for unit in parts.units if not unit.trainable and not unit.packed]
+        needs = replace(needs, in_place=frozenset(frozen[::2]), sharers=3)
+        layout, _, shortfalls = make_layout(parts, budgets, needs)
+        alone, _, alone_short = make_layout(parts, budgets, replace(needs, sharers=1))
+        assert not alone.shared_places and not alone.regions.host_shared
+        assert alone_short or not shortfalls  # who shares needs no more
+        if shortfalls:
+            continue
+        runs(parts, budgets, needs)
+        end = 0
+        for unit, place in layout.shared_places.items():
+            assert place.offset == end and place.nbytes == parts.units[unit].stored_bytes
+            assert unit in layout.unchangeable and not layout.homes[unit].device_place
+            end += align(place.nbytes, 4096)
+        assert end <= layout.regions.host_shared < end + 65536
+        for home in layout.homes:
+            for place in (home.grad_place, *home.state_places):
+                assert place is None or place.tier is Tier.DEVICE or place.offset >= end
+        saved = layout.regions.host_bytes - layout.regions.counted_host_bytes
+        assert saved == layout.regions.host_shared * 2 // 3
+        shared += len(layout.shared_places)
+    assert shared >= CASES // 10

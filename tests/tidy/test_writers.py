@@ -19,6 +19,7 @@ BY_ITSELF = {
     "io_engine/manifest.py": "the store's own files",
     "io_engine/ownership.py": "the store's own files",
     "io_engine/pins.py": "a file without contents, to lock",
+    "io_engine/shared_memory.py": "to memory",
     "offload/facts/rates.py": "facts import nothing of ours: it does the same by itself",
     "offload/doctor/disks.py": "a file that is removed at once",
     "offload/durable/files.py": "drafts, which its callers publish",
