@@ -16,10 +16,11 @@ from .errors import HostMemoryError
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 # Ranks that replicate each other (HSDP) have the same frozen weights.  If they run on one machine,
 # the fixed host copies of these weights are at the start of each rank's arena, and that part of
-# every arena is a mapping of one file in memory.  The planner counts a rank's share of it.
+# every arena is a mapping of one file in memory.  The planner counts a rank's share of it.  The
+# ranks compare their plans, and share nothing if they differ in these places (``Sharding.agree``).
 #
 # Nothing synchronises the ranks while they train, so the shared bytes must not change then.  Only
-# units that nothing may edit are shared: packed ones, and those that are read from files in place.
+# units that nothing may edit are shared: packed ones, and units that are read from files in place.
 # While ranks load, the bytes may change, since no rank reads any before all have loaded
 # (``Sharding.made_by``).  One rank reads units from files; every rank packs, to the same bytes.
 

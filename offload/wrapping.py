@@ -39,6 +39,8 @@ from .state.unmanaged import warn_of_large
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made")
+MakeBlueprint = Callable[[OffloadConfig], Blueprint]
+Agree = Callable[[MakeBlueprint, OffloadConfig], Blueprint]
 
 
 def raise_shortfall(plan: Plan) -> None:
@@ -74,19 +76,29 @@ def wrapped_for_inference(model: nn.Module, config: OffloadConfig) -> OffloadedI
     return opened(model, NoOptimizer(), config.for_inference(), OffloadedInference)
 
 
+def as_planned(plan: MakeBlueprint, config: OffloadConfig) -> Blueprint:
+    """Return the blueprint for the options that are given; see ``opened``."""
+    return plan(config)
+
+
 def opened(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    make: Callable[[Engine], Made],
+    make: Callable[[Engine], Made], agree: Agree = as_planned,
 ) -> Made:  # fmt: skip
     """Build an engine for a model, and return what ``make`` returns for it.
 
     After an error everything is as before.
+
+    Args:
+        agree: returns the blueprint, given how one is made; ranks exchange messages there.
     """
     transaction = WrapTransaction(model, optimizer, config)
     try:
         transaction.promote()
         config, calibration = calibrated(model, optimizer, config, transaction.accelerator)
-        blueprint = make_blueprint(model, optimizer, config, transaction.accelerator)
+        blueprint = agree(
+            lambda config: make_blueprint(model, optimizer, config, transaction.accelerator), config
+        )
         raise_shortfall(blueprint.plan)
         resources, original = transaction.open(blueprint)
         load(model, optimizer, resources, original)
@@ -110,14 +122,14 @@ def resumed(
 
 def reopened(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    make: Callable[[Engine], Made],
+    make: Callable[[Engine], Made], agree: Agree = as_planned,
 ) -> tuple[Made, Any]:  # fmt: skip
     """Do as ``opened``, with the last commit of a store; also return the commit's ``extra``."""
     transaction = WrapTransaction(model, optimizer, config)
     try:
         transaction.promote()
         Unmanaged(model, decode_facts(store.last().meta))  # raises if it does not fit
-        resources, original, calibration = _homes_over(store, transaction, config)
+        resources, original, calibration = _homes_over(store, transaction, config, agree)
         original.note()
         original.move_unmanaged()
         for unit in resources.runtime.parts.units:
@@ -136,7 +148,7 @@ def reopened(
 
 
 def _homes_over(
-    store: OwnedStore, transaction: WrapTransaction, config: OffloadConfig
+    store: OwnedStore, transaction: WrapTransaction, config: OffloadConfig, agree: Agree
 ) -> tuple[EngineResources, OriginalWeights, Calibration | None]:
     """Allocate resources over the store, or over a copy if ``config`` names other directories."""
     model, optimizer, accelerator = (
@@ -147,10 +159,12 @@ def _homes_over(
     config, calibration = calibrated(model, optimizer, config, accelerator)
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
-    blueprint = make_blueprint(
-        model, optimizer, config, accelerator, numel=numel, description=store.layout.description,
+    plan = partial(
+        make_blueprint, model, optimizer, accelerator=accelerator, numel=numel,
+        description=store.layout.description,
         digests=decode_facts(store.last().meta).get("digests", {}),
     )  # fmt: skip
+    blueprint = agree(lambda config: plan(config=config), config)
     check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:

@@ -158,8 +158,9 @@ def _same(
     given.update(units=None, nvme=[folder.parent for folder in store.directories])
     config = sharding.config(OffloadConfig.from_options(given), mine)
     made, extra = reopened(
-        store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True)
-    )
+        store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True),
+        sharding.agree,
+    )  # fmt: skip
     optimizer.state.clear()
     return made, extra
 
@@ -190,7 +191,7 @@ def _others(
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
         own = sharding.config(config, mine)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
-        made = opened(sharding.shards, mine, own, make)
+        made = opened(sharding.shards, mine, own, make, sharding.agree)
         optimizer.state.clear()
         return made, extra
     except BaseException:

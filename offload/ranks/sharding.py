@@ -25,11 +25,12 @@ from ..optim.registry import rules_for
 from ..optim.rule import is_whole
 from ..optim.single_step import name_of
 from ..params.conversions import Conversions
+from ..planning.blueprint import Blueprint
 from ..plans import calibrated
 from ..state.hub_names import forget_quantisation
 from ..state.module_states import warn_not_committed
 from ..step.param_group_check import ParamGroupCheck
-from ..wrapping import opened
+from ..wrapping import MakeBlueprint, opened
 from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
@@ -95,6 +96,8 @@ class Sharding:
         self._bridges: list[Bridge | ReplicaBridge] = []
         self._conversions: Conversions | None = None
         self._marks: ModelMarks | None = None
+        frozen = any(not p.requires_grad for p in self.model.parameters())
+        self._may_share = frozen and isinstance(self._way, FullySharded)
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that this strategy does not support.
@@ -127,6 +130,7 @@ class Sharding:
 
     def let_go(self) -> None:
         """Detach overspill and restore the sharding from before ``wrap``."""
+        self._share_nothing()
         for bridge in self._bridges:
             bridge.give_back()
         self._bridges.clear()
@@ -167,11 +171,41 @@ class Sharding:
         stay = ("",) if isinstance(self._way, Replicated) else config.resident
         # FSDP2 copies weights to where they compute, even if it gathers them from one rank only.
         gathers = gathered_bytes(self.shards) if isinstance(self._way, FullySharded) else 0
-        frozen = any(not p.requires_grad for p in self.model.parameters())
-        if frozen and isinstance(self._way, FullySharded):
+        if self._may_share:
             self.shards.shared_memory = self.world.shared_memory(self.shards.frozen_regions())
         own = self.world.share(whole, gathers)
         return replace(own, rates=rates, units=units, resident=stay)
+
+    def agree(self, plan: MakeBlueprint, config: OffloadConfig) -> Blueprint:
+        """Return a blueprint with the same shared host memory as those of the ranks that share it.
+
+        Plans differ if devices have different memory free. They are then made for the smallest, and
+        if they differ for another reason, nothing is shared. See Note [Shared host memory].
+        """
+        made = plan(config)
+        for attempt in range(2 if self._may_share else 0):
+            shared = self.shards.shared_memory
+            mine = () if shared is None else shared.members
+            found = self.world.gathered((mine, made.layout.shared_places, made.budgets.device))
+            alike = [all(found[rank][1] == places for rank in members)
+                     for members, places, _ in found]  # fmt: skip
+            if all(alike):
+                break
+            if alike[self.world.rank]:
+                continue  # others plan again
+            if attempt:
+                self._share_nothing()
+                made = plan(config)
+                continue
+            devices = [nbytes for rank in mine if (nbytes := found[rank][2]) is not None]
+            if devices:
+                made = plan(replace(config, device_memory=min(devices), leave=0))
+        return made
+
+    def _share_nothing(self) -> None:
+        shared, self.shards.shared_memory = self.shards.shared_memory, None
+        if shared is not None:
+            shared.close()
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
         """Return the machine's rates, which the first of its ranks measures."""
@@ -395,7 +429,7 @@ def wrapped_shards(
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)
-        return opened(sharding.shards, mine, own, sharding.made_by(optimizer))
+        return opened(sharding.shards, mine, own, sharding.made_by(optimizer), sharding.agree)
 
     made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)
     forget_quantisation(model)

@@ -26,6 +26,9 @@ from torch.nn import functional
 import overspill
 from overspill.io_engine.file_ranges import FileRanges, RangeReader
 from overspill.movement.pools import HeldMemory
+from overspill.planning import budgets
+from overspill.ranks.fsdp_private import sharded_modules
+from overspill.ranks.shards import Shards, gathered_bytes
 from overspill.ranks.world import World
 from overspill.state.contents import Contents
 from tests.unit.test_shared_memory import mapped_bytes
@@ -212,6 +215,32 @@ def goes_on(rank: int, folder: Path, later: dict[str, list[float]]) -> None:
             assert math.isfinite(sum(train(model, optimizer, rank)))
 
 
+def other_plans(rank: int, folder: Path) -> None:
+    """Ranks whose devices have other memory free plan for the smallest, and share as much."""
+    for sizes in (110, 110, 102, 110), (210, 210, 120, 120), (120, 1000, 130, 110):
+        model = model_of(empty=True)
+        free = gathered_bytes(Shards(model, sharded_modules(model), ranks=2)) + (sizes[rank] << 10)
+        with (
+            mock.patch.object(budgets, "SIM_DEVICE_BYTES", free),
+            wrapped(model, weights=folder / "base", device_memory="100%") as optimizer,
+        ):
+            places = gathered(layout_of(optimizer).shared_places)
+            assert places[rank] == places[(rank + 2) % 4] and places[rank], sizes
+            for name, value in net().named_parameters():
+                assert torch.equal(whole(model)[name], value), (sizes, name)
+            losses = train(model, optimizer, rank)
+            assert all(map(math.isfinite, losses))
+    if rank == 0:
+        (folder / "halves").mkdir()
+        save_file(net().bfloat16().state_dict(), folder / "halves" / "model.safetensors")
+    dist.barrier()
+    model = model_of(empty=True)  # two ranks cannot read in place
+    with wrapped(model, weights=folder / ("base" if rank < 2 else "halves")) as optimizer:
+        assert not layout_of(optimizer).shared_places
+        for name, value in net().named_parameters():
+            torch.testing.assert_close(whole(model)[name], value, rtol=0.01, atol=0.01)
+
+
 def read_bytes() -> int:
     """What this process has read from disks so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -240,9 +269,11 @@ def fails_together(rank: int) -> None:
     """A rank that cannot load its weights leaves no memory behind, on any rank."""
     model = model_of()
     fails = mock.patch.object(Contents, "load_page", side_effect=KeyError("drawn"))
-    with fails if rank == 1 else nullcontext(), pytest.raises((KeyError, overspill.OffloadError)):
+    errors = KeyError, overspill.OffloadError
+    with fails if rank == 1 else nullcontext(), pytest.raises(errors) as kept:
         wrapped(model, frozen="int8")
-    assert not kept_bytes()
+    files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not kept_bytes() and not any("memfd:overspill" in each for each in files), kept
     with wrapped(model, frozen="int8") as optimizer:
         assert layout_of(optimizer).shared_places
         train(model, optimizer, rank)
@@ -251,6 +282,7 @@ def fails_together(rank: int) -> None:
 def all_of_it(rank: int, size: int, folder: Path) -> None:
     goes_on(rank, folder, held_once(rank, folder))
     streamed(rank, folder)
+    other_plans(rank, folder)
     fails_together(rank)
 
 
