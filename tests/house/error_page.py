@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 
 from overspill import errors
 from overspill.errors import OffloadError
@@ -25,6 +26,7 @@ def classes() -> dict[str, type[OffloadError]]:
     return {each.__name__: each for each in kinds if each is not OffloadError}
 
 
+@cache
 def raised() -> dict[str, list[str]]:
     """Return by class the messages that the source raises, ``…`` for what varies."""
     found: dict[str, set[str]] = defaultdict(set)

@@ -144,7 +144,6 @@ def gathered(value: Any) -> list[Any]:
 def cases(folder: Path) -> dict[str, dict[str, Any]]:
     base = folder / "base"
     return {
-        "int8": {"frozen": "int8"}, "files": {"weights": base},
         "int8 of files": {"weights": base, "frozen": "int8"},
         "int8 stored": {"frozen": "int8", "nvme": folder / "int8"},
         "files beside a store": {"weights": base, "nvme": folder / "files"},

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,21 +75,25 @@ class Source:
 
 def package_sources() -> list[Source]:
     """Every file that is installed."""
-    return [
-        Source(path.relative_to(ROOT).as_posix())
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-    ]
+    return _parsed(PACKAGES)
 
 
 def project_sources() -> list[Source]:
     """Every Python file of the project."""
-    folders = [*PACKAGES, "tests", "benchmarks", "examples", "csrc"]
-    return [
+    return [*package_sources(), *_parsed(("tests", "benchmarks", "examples", "csrc"))]
+
+
+@cache
+def _parsed(folders: tuple[str, ...]) -> list[Source]:
+    found = [
         Source(path.relative_to(ROOT).as_posix())
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
+    for each in found:
+        _ = each.tree
+    gc.freeze()  # they stay: later collections need not look at millions of nodes
+    return found
 
 
 def inner_imports(sources: list[Source]) -> dict[str, dict[str, int]]:
