@@ -52,7 +52,8 @@ def same_losses(rank: int, size: int, folder: Path) -> int:
             "device": "sim", "device_memory": 128 * 1024 // size, "host_memory": "1GiB"
         }  # fmt: skip
         if on_disk:
-            places |= {"host_memory": "240KiB", "nvme": folder_of(folder / f"{number}")}
+            host = f"{max(240, 72 * size)}KiB"  # of all ranks: a unit of each, and little more
+            places |= {"host_memory": host, "nvme": folder_of(folder / f"{number}")}
         model = of_fsdp(kept)
         options = {k: v for k, v in case.items() if k in ("update", "accumulate")}
         with overspill.wrap(
