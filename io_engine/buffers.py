@@ -255,7 +255,7 @@ class Lease:
         Other processes that map the file see what is written there.
 
         Raises:
-            OffloadError: the system refuses it; the lease is then good for nothing.
+            OffloadError: the system refuses it; the lease must then be released.
         """
         if self._mapping is None:
             raise HostMemoryError(f"the lease of {self.nbytes} bytes has been released")

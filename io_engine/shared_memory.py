@@ -71,7 +71,7 @@ class SharedMemory:
         """
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         found = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), members, first=False)
-        if found.address.inode != address.inode:  # of a process with this number elsewhere
+        if found.address.inode != address.inode:  # another process, if PID namespaces differ
             found.close()
             raise FileNotFoundError(path)
         return found

@@ -159,12 +159,14 @@ def _homes_over(
     config, calibration = calibrated(model, optimizer, config, accelerator)
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
-    plan = partial(
-        make_blueprint, model, optimizer, accelerator=accelerator, numel=numel,
-        description=store.layout.description,
-        digests=decode_facts(store.last().meta).get("digests", {}),
+    digests = decode_facts(store.last().meta).get("digests", {})
+    blueprint = agree(
+        lambda config: make_blueprint(
+            model, optimizer, config, accelerator, numel=numel,
+            description=store.layout.description, digests=digests,
+        ),
+        config,
     )  # fmt: skip
-    blueprint = agree(lambda config: plan(config=config), config)
     check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:

@@ -37,7 +37,7 @@ class Memory:
     ) -> None:  # fmt: skip
         """
         Args:
-            shared: where the part of the layout is that other ranks share.
+            shared: the memory of the part of the host arena that ranks share.
 
         Raises:
             BudgetError: a tier has no room; nothing stays taken.

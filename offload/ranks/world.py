@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import socket
 import threading
@@ -191,11 +192,12 @@ class World:
                     )
 
     def shared_memory(self, key: Any) -> SharedMemory | None:
-        """Return memory for what ranks of this machine that give the same key all have.
+        """Return memory that this rank shares with all ranks of its machine that give an equal key.
 
-        ``None``: there is no other one, or they may not open each other's files.
+        Returns ``None`` if no other rank does, or if these ranks cannot open each other's files.
         """
-        keys = self.gathered((self._machine, key))
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()  # keys may be long
+        keys = self.gathered((self._machine, digest))
         alike = [rank for rank, each in enumerate(keys) if each == keys[self.rank]]
         if all(keys.count(each) == 1 for each in keys):
             return None

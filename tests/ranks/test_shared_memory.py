@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 
 import overspill
 from overspill.io_engine.file_ranges import FileRanges, RangeReader
@@ -33,7 +32,7 @@ from overspill.ranks.world import World
 from overspill.state.contents import Contents
 from tests.unit.test_shared_memory import mapped_bytes
 
-from .spawned import RATES, VOCABULARY, folder_of, spawn, step, whole
+from .spawned import RATES, VOCABULARY, Block, folder_of, spawn, step, whole
 
 SIZES = {"replicate": 2, "shard": 2}
 STEPS = 3
@@ -42,21 +41,11 @@ WIDTH = 64
 DEVICE, HOST = "100KiB", "64MiB"  # a part of the frozen shards stays on the device
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
