@@ -44,6 +44,7 @@ from .planning.bounds import move_seconds
 from .planning.budgets import Untaken
 from .planning.models import entries
 from .planning.plan import Plan
+from .planning.stand_ins import hooked_model
 from .private import buffers_private, torch_private
 from .private.handles import Removable
 from .schedule.units import ParamSpec
@@ -131,14 +132,14 @@ class Engine(Closeable):
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
         seen = ModuleHooks(model, units, backward, stack, runtime.trace, loop, tuner)
-        hooks += [seen, Choices(model, units)]
+        hooks += [seen, Choices(hooked_model(model), units)]
         self.external_forward = ExternalForwardAdapter(
             ledger, seen, loop, units, collector, weights, while_open
         )
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
-        hooks.append(StateHooks(model, runtime, weights, guard, trainer, commits))
+        hooks.append(StateHooks(hooked_model(model), runtime, weights, guard, trainer, commits))
         hooks.append(DeferredHeads.of_engine(blueprint.heads, parts, ledger.versions))
         named, versions = config.tile != "auto", ledger.versions
         hooks.append(TiledLayers.of_engine(blueprint.tiled, parts, versions, named=named))
@@ -167,12 +168,11 @@ class Engine(Closeable):
         try:
             engine = cls(model, groups, resources, calibration, hooks)
             runtime = resources.runtime
-            hooks.append(Pickling(model))
+            hooks.append(Pickling(hooked_model(model)))
             hooks.append(Conversions(model, in_engine, lambda: runtime.closed))
             if not groups:
-                protocol = runtime.executor.protocol
                 inside = partial(getattr, engine._loop, "entries_inside")
-                hooks.append(Forwards(model, protocol, engine.forwarded, inside))
+                hooks.append(Forwards(model, runtime.executor.protocol, engine.forwarded, inside))
             engine.may_close()
             marks = ModelMarks(model, lambda: engine.ordinary)
             hooks.append(marks)

@@ -130,8 +130,7 @@ class SavedTensors:
 
         Under FSDP2, shards move, and modules compute with what is gathered from them.
         """
-        units = self._onloaded_units
-        return units.streamed[unit] and not units.parts.external
+        return self._onloaded_units.moves[unit]
 
     def outlive_gradients(self, unit: int) -> bool:
         """Return whether a graph holds the unit's weights now that its gradients are complete.

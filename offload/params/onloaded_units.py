@@ -38,8 +38,7 @@ class OnloadedUnits:
         self.executor, self.accelerator = runtime.executor, runtime.accelerator
         self._held, self._stubs, self._wake = held, stubs, runtime.sleeping.wake
         runtime.sleeping.add_user(self)
-        count = len(parts.units)
-        layout = runtime.layout
+        count, layout = len(parts.units), runtime.layout
         self.fixed = [home.resident for home in layout.homes]
         self._fixed_units = [unit for unit, stays in enumerate(self.fixed) if stays]
         # By unit, where compute finds its weights; for units that move, only while they are open.
@@ -48,6 +47,7 @@ class OnloadedUnits:
             for home, there in zip(layout.homes, layout.apart, strict=True)
         ]
         self.groups, self.users, self.streamed = layout.together, layout.users, layout.streamed
+        self.moves = [any(m in parts.hooked and not self.fixed[m] for m in g) for g in self.groups]
         self.uses = [0] * count  # uses of the unit as a whole
         self.open = [0] * count  # uses of its weights, by itself or by a unit that shares them
         self.kept: int | None = None  # unit kept open for outside readers; hidden, not in use

@@ -27,7 +27,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .stand_ins import StandInModel, parameters_named, running
+from .stand_ins import StandInModel, is_hooked, parameters_named, running, staying
 from .unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
@@ -44,14 +44,17 @@ class Partition:
             its weights.
         parameters: by parameter index.
         unit_of: by parameter index, the unit that owns it.
-        external: whether other code than the engine's hooks brings weights to these modules:
-            ``parameters`` are shards, which FSDP2 or DDP gathers.
+        hooked: the units whose weights the engine's hooks bring to modules. All are, except shards,
+            which FSDP2 or DDP gathers.
+        external: whether the model runs through an ``ExternalForwardAdapter``, with or without such
+            units.
     """
 
     units: tuple[Unit, ...]
     found: tuple[FoundUnit, ...]
     parameters: tuple[nn.Parameter, ...]
     unit_of: tuple[int, ...]
+    hooked: frozenset[int] = frozenset()
     external: bool = False
 
     @property
@@ -243,6 +246,7 @@ def partition(
         tuple(of_units),
         tuple(parameters),
         tuple(owner[p] for p in parameters),
+        frozenset(range(len(units))) - {owner[p] for p in parameters if not is_hooked(model, p)},
         external,
     )
 
@@ -329,8 +333,11 @@ def received_bytes(
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:
-    """Return the units that hold the parameters of the named modules; see ``parameters_named``."""
-    named = parameters_named(model, names)
+    """Return the units that must stay on the device, and those of the named modules.
+
+    See ``parameters_named``.
+    """
+    pinned = parameters_named(model, names) | staying(model)
     return frozenset(
-        unit for p, unit in zip(parts.parameters, parts.unit_of, strict=True) if p in named
+        unit for p, unit in zip(parts.parameters, parts.unit_of, strict=True) if p in pinned
     )

@@ -42,6 +42,9 @@ class StandInModel(nn.Module):
         ranks: the ranks from which weights are gathered for compute, this one included; 1 if every
             rank computes with its own.
         shared_memory: host memory for frozen weights that other ranks of this machine have too.
+        hooked: ids of parameters that are no stand-ins, but the ones of ``whole``. The engine's
+            hooks bring them to its modules, as on one device.
+        stay: whether stand-ins stay on the device, because other code reads them at any time.
     """
 
     whole: nn.Module
@@ -50,12 +53,14 @@ class StandInModel(nn.Module):
     ranks: int
     tensor_ranks: int
     shared_memory: SharedMemory | None = None
+    hooked: set[int]
+    stay: bool = False
 
     def __init__(self, whole: nn.Module, ranks: int = 1, tensor_ranks: int = 1) -> None:
         super().__init__()
         self.ranks, self.tensor_ranks = ranks, tensor_ranks
         self.__dict__["whole"] = whole  # not a submodule
-        self.local_of, self.regions = {}, {}
+        self.local_of, self.regions, self.hooked = {}, {}, set()
 
 
 def running(found: FoundUnit) -> FoundUnit:
@@ -66,6 +71,23 @@ def running(found: FoundUnit) -> FoundUnit:
 def whole_model(model: nn.Module) -> nn.Module:
     """Return the model that is run."""
     return model.whole if isinstance(model, StandInModel) else model
+
+
+def is_hooked(model: nn.Module, p: nn.Parameter) -> bool:
+    """Return whether the engine's hooks bring a parameter's weights to the modules that run."""
+    return not isinstance(model, StandInModel) or id(p) in model.hooked
+
+
+def hooked_model(model: nn.Module) -> nn.Module:
+    """Return the model whose modules read parameters of the engine."""
+    return model.whole if isinstance(model, StandInModel) and model.hooked else model
+
+
+def staying(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the parameters that must stay on the device."""
+    if not isinstance(model, StandInModel) or not model.stay:
+        return frozenset()
+    return frozenset(p for p in model.parameters() if id(p) not in model.hooked)
 
 
 def shared_memory_of(model: nn.Module) -> SharedMemory | None:

@@ -17,7 +17,7 @@ from ..errors import ModelError
 from ..planning.regions import TensorRegion
 from ..planning.unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 from ..private import torch_private
-from .parts import rows_in, rows_of_rank
+from .parts import WholeParam, rows_in, rows_of_rank
 
 
 class Replica:
@@ -72,17 +72,25 @@ class Replica:
 class ReplicatedModule:
     """A unit of the model; see ``SpreadModule``."""
 
-    def __init__(self, name: str, runs: FoundUnit, shards: list[Replica]) -> None:
-        self.name, self.runs, self.module, self.shards = name, runs, runs.module, shards
+    def __init__(self, runs: FoundUnit, shards: list[Replica]) -> None:
+        self.name = "" if runs.name == ROOT else runs.name
+        self.runs, self.module, self.shards = runs, runs.module, shards
 
 
 class Replicated:
-    """The model inside ``DistributedDataParallel``. See ``ParallelStrategy``."""
+    """The model inside ``DistributedDataParallel``. See ``ParallelStrategy``.
+
+    Trained weights stay on the device, where DDP's reducer needs their gradients. So do frozen
+    ones, of which each rank commits its rows, unless ``offload_frozen`` is called.
+    """
 
     ranks = tensor_ranks = 1  # every rank computes with its own weights
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, filled: bool) -> None:
         """
+        Args:
+            filled: frozen weights come from elsewhere, so they may be on ``meta``.
+
         Raises:
             OffloadError: the model cannot be wrapped.
         """
@@ -92,32 +100,40 @@ class Replicated:
         self.ddp, self.model, self.held = ddp, inner, (ddp,)
         rank, size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
         names = {id(p): name for name, p in inner.named_parameters()}
-        self.parts: list[ReplicatedModule] = []
-        for found in find_units(inner):
-            shards = [
+        self.parts = [
+            ReplicatedModule(found, [
                 Replica(names.pop(id(p)), p, rank, size)
                 for _, p in unit_parameters(found) if id(p) in names
-            ]  # fmt: skip
-            if shards:
-                name = "" if found.name == ROOT else found.name
-                self.parts.append(ReplicatedModule(name, found, shards))
+            ])
+            for found in find_units(inner)
+        ]  # fmt: skip
+        self.hooked: dict[str, list[WholeParam]] = {}
+        _refuse(inner, filled=filled)
+
+    def offload_frozen(self) -> None:
+        """See ``ParallelStrategy``."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
         for part in self.parts:
-            for shard in part.shards:
-                _refuse(shard.name, shard.param)
+            part.shards = [each for each in part.shards if each.param.requires_grad]
+            read = dict.fromkeys(p for _, p in unit_parameters(part.runs) if not p.requires_grad)
+            self.hooked[part.name] = [WholeParam(names[id(p)], p) for p in read]
 
     def refuse(self, config: OffloadConfig) -> None:
-        if config.weights is not None:
+        if config.precision is not None:
             raise ValueError(
-                "weights= is not for DistributedDataParallel, which has sent its weights to all "
-                "ranks by now: load them into the model before"
+                "precision= is not for DistributedDataParallel, which has reserved memory for "
+                "gradients of the model's dtype; convert the model before DDP takes it, or shard "
+                "it with fully_shard"
             )
-        for name in ("frozen", "precision", "resident"):
-            if getattr(config, name) is not None:
-                raise ValueError(
-                    f"{name}= is not for DistributedDataParallel, under which every rank computes "
-                    "with weights of its own, which stay on the device; shard the model with "
-                    "fully_shard instead, or leave it out"
-                )
+        if config.resident is not None and not self.hooked:
+            raise ValueError(
+                "resident= is not for DistributedDataParallel unless frozen= or weights= is given: "
+                "all weights stay on the device; leave it out"
+            )
+        for part in self.parts:
+            for shard in part.shards:
+                if shard.param.is_meta:
+                    raise ModelError(_ON_META.format(shard.name))
         if config.update == "backward":
             raise ValueError(
                 "update='backward' is not for DistributedDataParallel: its gradients are final "
@@ -134,10 +150,18 @@ class Replicated:
         """Do nothing: the strategy changes nothing."""
 
 
-def _refuse(name: str, p: nn.Parameter) -> None:
-    if p.is_meta:
-        raise ModelError(
-            f"parameter {name!r} is on meta, which DistributedDataParallel does not support"
-        )
-    if torch_private.is_wrapper(p):
-        raise ModelError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")
+_ON_META = (
+    "{!r} is on meta; under DistributedDataParallel only frozen parameters may be, and wrap needs "
+    "weights= for them (safetensors, or a Hugging Face folder)"
+)
+
+
+def _refuse(model: nn.Module, *, filled: bool) -> None:
+    for name, p in model.named_parameters():
+        if p.is_meta and (p.requires_grad or not filled):
+            raise ModelError(_ON_META.format(name))
+        if torch_private.is_wrapper(p):
+            raise ModelError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(_ON_META.format(name))

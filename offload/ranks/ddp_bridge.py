@@ -67,8 +67,10 @@ class ReplicaBridge:
             gatherer,
             group_check,
         )
-        self._local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
         self.replicas = [replica for each in modules for replica in each.shards]
+        ids = {id(replica.param) for replica in self.replicas}
+        pairs = zip(shards.shards, shards.local, strict=True)
+        self._local = {id(s.param): p for s, p in pairs if id(s.param) in ids}
         self._unit_of = [unit for unit, each in enumerate(modules) for _ in each.shards]
         self._members: list[list[int]] = [[] for _ in modules]
         for number, unit in enumerate(self._unit_of):

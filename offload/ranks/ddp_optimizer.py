@@ -89,21 +89,25 @@ class ReplicatedOptimizer(SpreadOptimizer):
         super().__init__(engine, inner, bridge, shards, holder)
         self._bridge, self._world = bridge, world
         self._replicas = {replica.name: replica for replica in bridge.replicas}
+        # Those that the engine has, too; each waits for its weights when it is used.
+        self._params = dict(holder.model.named_parameters())
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """See ``WholeWeights``."""
-        return self._replicas[name].param.detach().clone()
+        return self._params[name].detach().clone()
 
     def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
         for name, value in values.items():
-            p = self._replicas[name].param
+            p = self._params[name]
             if not torch.equal(p, value.to(p.dtype)):  # else its master would be rounded
                 p.copy_(value)
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        replica = self._replicas[name]
+        if (replica := self._replicas.get(name)) is None:
+            assert rows is not None
+            return rows.cpu()
         return _whole(replica, rows, dtype, self._world)
 
     def _state(self) -> dict[str, Any]:  # whole: every rank must call it and have memory for it

@@ -11,6 +11,7 @@ from ..config import OffloadConfig
 from ..errors import ModelError
 from .filling import leave_on_meta
 from .fsdp_private import HostPolicy, Kept, Shard, ShardedModule, ranks_of, sharded_modules
+from .parts import WholeParam
 
 log = logging.getLogger("overspill")
 
@@ -30,6 +31,7 @@ class FullySharded:
             OffloadError: the model is not sharded in a way that can be wrapped.
         """
         self.model, self.held = model, (model,)
+        self.hooked: dict[str, list[WholeParam]] = {}
         self.parts: list[ShardedModule] = []
         # Ids of parameters and buffers that were on ``meta``.
         self.without_values = frozenset[int]()
@@ -64,6 +66,9 @@ class FullySharded:
              for part in self.parts for shard in part.shards if shard.of_dtensor),
             default=1,
         )  # fmt: skip
+
+    def offload_frozen(self) -> None:
+        """Do nothing: frozen shards leave the device in any case."""
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse recomputation under tensor parallelism; see ``ParallelStrategy``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,22 @@ class LocalShard(Protocol):
         ...
 
 
+class WholeParam:
+    """A parameter that every rank has whole, in the engine itself. See ``LocalShard``."""
+
+    ranks = 1
+
+    def __init__(self, name: str, p: nn.Parameter) -> None:
+        self.name, self.param, self.region = name, p, TensorRegion.all_of(tuple(p.shape))
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.param.detach()
+
+    def part_of(self, value: Any) -> Any:
+        return value
+
+
 class SpreadModule(Protocol):
     """A module whose parameters are brought to compute together."""
 
@@ -82,6 +98,8 @@ class ParallelStrategy(Protocol):
         model: the model whose parameter names are used in stores.
         held: the modules that users hold.
         parts: all parts of ``model``.
+        hooked: by name of a part, further parameters that it reads. The engine's hooks bring them
+            to compute, as on one device.
         ranks: see ``StandInModel``.
         tensor_ranks: see ``StandInModel``.
     """
@@ -89,12 +107,17 @@ class ParallelStrategy(Protocol):
     model: nn.Module
     held: Sequence[nn.Module]
     parts: Sequence[SpreadModule]
+    hooked: Mapping[str, Sequence[WholeParam]]
 
     @property
     def ranks(self) -> int: ...
 
     @property
     def tensor_ranks(self) -> int: ...
+
+    def offload_frozen(self) -> None:
+        """Let frozen weights leave the device, if the strategy keeps them there."""
+        ...
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that the strategy does not support.

@@ -116,8 +116,7 @@ def planned_shards(model: nn.Module, ranks: int, units: Sequence[str] | None = N
     def group(runs: FoundUnit, params: Iterable[nn.Parameter]) -> list[ReplicatedModule]:
         mine = [p for p in params if id(p) in names]
         shards = [Replica(names.pop(id(p)), p, 0, ranks) for p in mine]
-        name = "" if runs.direct_only else runs.name
-        return [ReplicatedModule(name, runs, shards)] if shards else []
+        return [ReplicatedModule(runs, shards)] if shards else []
 
     modules = units_to_shard(model, units)
     groups = [each for found in modules for each in group(found, found.module.parameters())]

@@ -65,9 +65,12 @@ def resumed_shards(
 
     def bring(sharding: Sharding) -> tuple[OffloadedOptimizer, Any]:
         given = {name: value for name, value in options.items() if value is not None}
-        sharding.refuse(OffloadConfig.from_options({"nvme": folders, **given}))
+        config = OffloadConfig.from_options({"nvme": folders, **given})
         world = sharding.world
         run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
+        if _leave_device(run):
+            sharding.offload_frozen()
+        sharding.refuse(config)
         world.gathered(None)  # no rank changes a store before all have read it
         same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
         if same:
@@ -158,7 +161,7 @@ def _same(
     given.update(units=None, nvme=[folder.parent for folder in store.directories])
     config = sharding.config(OffloadConfig.from_options(given), mine)
     made, extra = reopened(
-        store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True),
+        store, sharding.shards, mine, config, sharding.made_by(optimizer, filled=True),
         sharding.agree,
     )  # fmt: skip
     optimizer.state.clear()
@@ -190,7 +193,7 @@ def _others(
         extra = _fill(sharding.model, mine, source, regions, world.rank, device)
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
         own = sharding.config(config, mine)
-        make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
+        make = _from_step(run.step, sharding.made_by(optimizer, filled=True))
         made = opened(sharding.shards, mine, own, make, sharding.agree)
         optimizer.state.clear()
         return made, extra
@@ -200,6 +203,13 @@ def _others(
         raise
     finally:
         source.close()
+
+
+def _leave_device(run: RunStores) -> bool:
+    """Return whether frozen weights left the device: they were packed, or read in place."""
+    description = run.stores[0].layout.description
+    sources = description.get("sources", {})
+    return description.get("frozen") is not None or bool(sources.get("units"))
 
 
 def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:

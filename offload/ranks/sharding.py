@@ -79,7 +79,7 @@ class Sharding:
                 )
         self._way: Replicated | FullySharded
         if isinstance(model, DistributedDataParallel):
-            self._way = Replicated(model)
+            self._way = Replicated(model, filled=filled)
         else:
             self._way = FullySharded(model, device=device, filled=filled)
         self.model = self._way.model
@@ -87,9 +87,7 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         try:
             check_modules(self.model)
-            self.shards = Shards(
-                self.model, self._parts, ranks=self._way.ranks, tensor_ranks=self._way.tensor_ranks
-            )
+            self.shards = self._made_shards()
         except BaseException:
             self._way.give_back()
             raise
@@ -98,6 +96,22 @@ class Sharding:
         self._marks: ModelMarks | None = None
         frozen = any(not p.requires_grad for p in self.model.parameters())
         self._may_share = frozen and isinstance(self._way, FullySharded)
+
+    def _made_shards(self) -> Shards:
+        way = self._way
+        made = Shards(
+            self.model, self._parts, ranks=way.ranks, tensor_ranks=way.tensor_ranks,
+            hooked=way.hooked,
+        )  # fmt: skip
+        # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
+        made.stay = isinstance(way, Replicated)
+        return made
+
+    def offload_frozen(self) -> None:
+        """Let frozen weights leave the device under DDP, too, where each rank has them whole."""
+        self._way.offload_frozen()
+        self.shards = self._made_shards()
+        self._may_share = self._may_share or any(self._way.hooked.values())
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that this strategy does not support.
@@ -161,20 +175,20 @@ class Sharding:
                 )
             if config.durable and self.world.rank == 0:
                 warn_not_committed(self.model)
-        device = config.device or str(next(self.model.parameters()).device)
+        # Frozen ones may be elsewhere.
+        first = max(self.model.parameters(), key=lambda p: p.requires_grad)
+        device = config.device or str(first.device)
         self._way.cast(config.weight_dtype)
         whole = replace(config, device=device)
         measured = self._rates(whole, optimizer)
         rates = self.world.rates(measured, on_cpu=device == "cpu")
         units = tuple(self.shards.units)
-        # DDP's weights are the user's own; FSDP2 only reads shards when it gathers them.
-        stay = ("",) if isinstance(self._way, Replicated) else config.resident
         # FSDP2 copies weights to where they compute, even if it gathers them from one rank only.
         gathers = gathered_bytes(self.shards) if isinstance(self._way, FullySharded) else 0
         if self._may_share:
             self.shards.shared_memory = self.world.shared_memory(self.shards.frozen_regions())
         own = self.world.share(whole, gathers)
-        return replace(own, rates=rates, units=units, resident=stay)
+        return replace(own, rates=rates, units=units)
 
     def agree(self, plan: MakeBlueprint, config: OffloadConfig) -> Blueprint:
         """Return a blueprint with the same shared host memory as those of the ranks that share it.
@@ -223,12 +237,12 @@ class Sharding:
         return found
 
     def made_by(
-        self, optimizer: torch.optim.Optimizer, *, resumed: bool = False
+        self, optimizer: torch.optim.Optimizer, *, filled: bool = False
     ) -> Callable[[Engine], SpreadOptimizer]:
         """Return a function that creates the user's optimizer for an engine.
 
         Args:
-            resumed: the engine's weights differ from the model's.
+            filled: the engine's weights come from elsewhere, so they differ from the model's.
         """
 
         def make(engine: Engine) -> SpreadOptimizer:
@@ -236,7 +250,7 @@ class Sharding:
             external_forward.spread(self.world.norm, self._copies(engine))
             if runtime.store.writer is not None:
                 runtime.store.writer.agree_by(self.world.votes)
-            made = self._made(engine, optimizer, resumed=resumed)
+            made = self._made(engine, optimizer, filled=filled)
             # From here on every rank has an engine, and shared host memory is filled.
             digests = self.world.gathered(runtime.store.digests())
             if self.shards.shared_memory is not None:
@@ -266,7 +280,7 @@ class Sharding:
         return {number: count for number, count in copies.items() if count > 1}
 
     def _made(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, *, resumed: bool
+        self, engine: Engine, optimizer: torch.optim.Optimizer, *, filled: bool
     ) -> SpreadOptimizer:
         external_forward, shards, way = engine.external_forward, self.shards, self._way
         if isinstance(way, FullySharded):
@@ -279,12 +293,11 @@ class Sharding:
             external_forward.copied, external_forward.accelerator, self.world.weights()
         )
         group_check = ParamGroupCheck(way.model, optimizer.param_groups)
-        replicated = ReplicaBridge(
-            way.ddp, way.parts, shards, external_forward, gatherer, group_check
-        )
+        parts = [part for part in way.parts if part.shards]
+        replicated = ReplicaBridge(way.ddp, parts, shards, external_forward, gatherer, group_check)
         self._bridges.append(replicated)
         replicated.attach()
-        if resumed:
+        if filled:
             replicated.owe(frozen=True)
         return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
 
@@ -294,7 +307,7 @@ class Sharding:
         Raises:
             ValueError: it has a parameter that is not in the model.
         """
-        known = {id(piece.param) for part in self._parts for piece in part.shards}
+        known = {id(shard.param) for shard in (*self.shards.shards, *self.shards.empty)}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if id(p) not in known:
@@ -423,13 +436,17 @@ def wrapped_shards(
     refuse_options(config)
 
     def bring(sharding: Sharding) -> SpreadOptimizer:
+        filled = config.weights is not None
+        if filled or config.frozen is not None:
+            sharding.offload_frozen()
         sharding.refuse(config)
         if config.weights is not None:
             sharding.fill(config.weights)
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)
-        return opened(sharding.shards, mine, own, sharding.made_by(optimizer), sharding.agree)
+        make = sharding.made_by(optimizer, filled=filled)
+        return opened(sharding.shards, mine, own, make, sharding.agree)
 
     made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)
     forget_quantisation(model)

@@ -6,7 +6,7 @@ The shards are ordinary parameters, which an engine takes over like those of any
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..planning.regions import TensorRegion
 from ..planning.stand_ins import StandIn, StandInModel
 from ..planning.unit_discovery import ROOT as UNIT_OF_MODEL
 from ..private import module_private
-from .parts import LocalShard, SpreadModule
+from .parts import LocalShard, SpreadModule, WholeParam
 
 _DOT = "/"  # stands for "." in the names of modules and parameters, which may not contain it
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
@@ -24,6 +24,8 @@ BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
 
 class Shards(StandInModel):
     """This rank's shards, grouped by part of the model. A shard without elements is left out.
+
+    Parameters that are ``hooked`` are the model's own.
 
     Its buffers are the model's current ones at each access, so that they are committed with the
     weights.
@@ -37,9 +39,9 @@ class Shards(StandInModel):
 
     def __init__(
         self, model: nn.Module, parts: Sequence[SpreadModule], *, ranks: int = 1,
-        tensor_ranks: int = 1,
+        tensor_ranks: int = 1, hooked: Mapping[str, Sequence[WholeParam]] | None = None,
     ) -> None:  # fmt: skip
-        """For the last two arguments see ``StandInModel``."""
+        """For ``hooked`` see ``ParallelStrategy``, for ``ranks`` and ``tensor_ranks`` the base."""
         super().__init__(model, ranks, tensor_ranks)
         self.shards: list[LocalShard] = []
         self.empty: list[LocalShard] = []
@@ -57,6 +59,8 @@ class Shards(StandInModel):
                     self.regions[id(p)] = shard.region
                 else:
                     self.empty.append(shard)
+            for each_whole in (hooked or {}).get(each.name, ()):
+                self._add_hooked(node, each_whole)
             if len(list(node.parameters())):
                 self.units.append(each.name.replace(".", _DOT) or ROOT)
                 self.add_module(self.units[-1], node)
@@ -67,6 +71,16 @@ class Shards(StandInModel):
         """See ``nn.Module``. All its walks over modules and buffers begin here."""
         self._share_buffers()
         yield from super().named_modules(*args, **options)
+
+    def _add_hooked(self, node: StandIn, whole: WholeParam) -> None:
+        """Add a parameter of the model itself, which other units may read too."""
+        p = whole.param
+        node.register_parameter(whole.name.replace(".", _DOT), p)
+        if id(p) not in self.hooked:
+            self.hooked.add(id(p))
+            self.shards.append(whole)
+            self.local.append(p)
+            self.local_of[id(p)], self.regions[id(p)] = p, whole.region
 
     def frozen_regions(self) -> list[tuple[str, TensorRegion]]:
         """Return the regions of the parameters that are not trained, by name."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..params.param_handle import managed
 from ..planning.sections import Sections
-from ..planning.stand_ins import StandInModel
+from ..planning.stand_ins import is_hooked
 from ..private import bitsandbytes_private, module_private, peft_private, torch_private
 from ..schedule.units import ParamSpec, Unit
 from .engine_resources import EngineResources
@@ -26,8 +26,8 @@ class OriginalWeights:
     """Tracks what ``wrap`` has taken from a model, to restore it if the model cannot be wrapped.
 
     After an error no parameter silently holds NaN: those whose exact values the engine has get them
-    back, the others go to ``meta``, where using them raises.  A ``StandInModel`` (a rank's shards)
-    loses nothing by that, so it logs no error.
+    back, the others go to ``meta``, where using them raises.  Shards lose nothing by that, so no
+    error is logged for them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class OriginalWeights:
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)
             if not theirs or torch.promote_types(value.dtype, dtype) != value.dtype:
-                lost += device.type != "meta" and not isinstance(self._model, StandInModel)
+                lost += device.type != "meta" and is_hooked(self._model, p)
                 _, _, shape, stride = spec.as_parameter(torch.float32)
                 value = torch.empty_strided(shape, stride, device="meta")
                 device = value.device

@@ -20,6 +20,7 @@ from ..logits.deferred import DeferredLogits
 from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
 from ..planning.models import entries
+from ..planning.stand_ins import hooked_model
 from ..planning.unit_discovery import direct_parameters, read_ahead
 from ..private import torch_private
 from ..private.handles import all_or_none, remove_all
@@ -68,9 +69,10 @@ class ModuleHooks:
             backward,
             forward_stack,
         )
-        # Whether other code brings weights to compute (FSDP2, DDP); see ``ExternalForwardAdapter``.
-        self._external = onloaded_units.parts.external
-        self._moves = any(onloaded_units.streamed) and not self._external
+        hooked = onloaded_units.parts.hooked
+        # By unit, whether these hooks bring weights to its module.
+        self._hooked = [not hooked.isdisjoint(group) for group in onloaded_units.groups]
+        self._moves = any(onloaded_units.moves)
         self._trace, self._loop = trace, loop
         self.catch_up_again = loop.catch_up_again
         self._handles: list[Any] = []
@@ -81,17 +83,17 @@ class ModuleHooks:
         me = weakref.ref(self)
         for unit, found in self._onloaded_units.parts.running:
             whole = not found.direct_only and self._saved_offloader is not None
-            moves = self._onloaded_units.streamed[unit] and not self._external
-            if moves or unit in self._recompute.able or whole:
+            if self._onloaded_units.moves[unit] or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
             elif self._saved_offloader is not None:
                 self._hook_border(me, unit, found.module)
-        if self._external:
-            return
-        self._hook_readers(me, model)
-        self._hook_read_ahead(me, model)
+        of_weights = hooked_model(model)
+        self._hook_readers(me, of_weights)
+        self._hook_read_ahead(me, of_weights)
         if self._onloaded_units.accelerator.stream() is not None:
-            self._hook_streams(me, model)
+            self._hook_streams(me, of_weights)
+        if self._onloaded_units.parts.external:
+            return
         for entry in entries(model).values():
             before = _root_before(me)
             hook = entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -157,6 +159,7 @@ class ModuleHooks:
             for found in parts.found
         ]
         for module, units in readers.items():
+            units &= parts.hooked
             resident = tuple(sorted(u for u in units if self._onloaded_units.fixed[u]))
             if resident:
                 hook = _reader(me, id(module), resident)
@@ -220,15 +223,15 @@ class ModuleHooks:
         """Prepare for the run of a unit's module: onload the unit and push its frame."""
         self.runs(unit)
         self._forward_stack.make_room(module)
-        if not self._external:
+        if self._hooked[unit]:
             self._loop.catch_up(unit)
             if torch_private.in_backward():
                 self._backward.recomputes(unit)
         around = self._recompute.begin(unit, module, args, kwargs)
         try:
-            if not self._external:
+            if self._hooked[unit]:
                 self._forward_stack.enter(unit)
-            self._forward_stack.push(unit, around, away=self._external)
+            self._forward_stack.push(unit, around, away=not self._hooked[unit])
         except BaseException:
             if around is not None:
                 around.end(completed=False)
