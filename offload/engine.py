@@ -168,7 +168,7 @@ class Engine(Closeable):
         try:
             engine = cls(model, groups, resources, calibration, hooks)
             runtime = resources.runtime
-            hooks.append(Pickling(hooked_model(model)))
+            hooks.append(Pickling(model))
             hooks.append(Conversions(model, in_engine, lambda: runtime.closed))
             if not groups:
                 inside = partial(getattr, engine._loop, "entries_inside")

@@ -188,10 +188,10 @@ class OnloadedUnits:
         if (index := self._stubs.index_of(t)) is not None:
             self.executor.health.check()  # another thread may have closed the engine
             raise WeightError(
-                f"parameter {self.parts.names[index]!r} was used while its weights were offloaded, "
-                "by an operation that does not ask for them (compiled code of an extension, say), "
-                "so its result is NaN; call the module that holds the parameter, pass a copy "
-                "(p.data.clone()), or name the module in resident="
+                f"parameter {self.parts.shown_names[index]!r} was used while its weights were "
+                "offloaded, by an operation that does not ask for them (compiled code of an "
+                "extension, say), so its result is NaN; call the module that holds the parameter, "
+                "pass a copy (p.data.clone()), or name the module in resident="
             )
 
     def refuse_edits(self) -> None:

@@ -27,7 +27,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
-from .stand_ins import StandInModel, is_hooked, parameters_named, running, staying
+from .stand_ins import StandInModel, is_hooked, parameters_named, running, staying, whole_name
 from .unit_discovery import ROOT, FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
@@ -66,6 +66,11 @@ class Partition:
         """By parameter index, the name of the parameter in the model."""
         found = {spec.index: spec.name for unit in self.units for _, spec in unit.params}
         return tuple(found[index] for index in range(len(self.parameters)))
+
+    @cached_property
+    def shown_names(self) -> tuple[str, ...]:
+        """By parameter index, the name by which users know the parameter."""
+        return tuple(map(whole_name, self.names)) if self.external else self.names
 
     @cached_property
     def groups(self) -> tuple[int | None, ...]:

@@ -14,6 +14,8 @@ from ..io_engine.shared_memory import SharedMemory
 from .regions import TensorRegion
 from .unit_discovery import FoundUnit, modules_named
 
+DOT = "/"  # stands for "." in the names of modules and parameters, which may not contain it
+
 
 class StandIn(nn.Module):
     """A module with a rank's shards of a unit, which is never called.
@@ -71,6 +73,11 @@ def running(found: FoundUnit) -> FoundUnit:
 def whole_model(model: nn.Module) -> nn.Module:
     """Return the model that is run."""
     return model.whole if isinstance(model, StandInModel) else model
+
+
+def whole_name(name: str) -> str:
+    """Return the model's name of a parameter that is called ``name`` among a rank's shards."""
+    return name.split(".", 1)[1].replace(DOT, ".")
 
 
 def is_hooked(model: nn.Module, p: nn.Parameter) -> bool:

@@ -25,6 +25,7 @@ from ..optim.registry import rules_for
 from ..optim.rule import is_whole
 from ..optim.single_step import name_of
 from ..params.conversions import Conversions
+from ..params.pickling import Pickling
 from ..planning.blueprint import Blueprint
 from ..plans import calibrated
 from ..state.hub_names import forget_quantisation
@@ -93,6 +94,7 @@ class Sharding:
             raise
         self._bridges: list[Bridge | ReplicaBridge] = []
         self._conversions: Conversions | None = None
+        self._pickling: Pickling | None = None
         self._marks: ModelMarks | None = None
         frozen = any(not p.requires_grad for p in self.model.parameters())
         self._may_share = frozen and isinstance(self._way, FullySharded)
@@ -150,6 +152,8 @@ class Sharding:
         self._bridges.clear()
         if self._conversions is not None:
             self._conversions.remove()
+        if self._pickling is not None:
+            self._pickling.remove()
         if self._marks is not None:
             self._marks.remove()
         self._way.give_back()
@@ -262,6 +266,8 @@ class Sharding:
             self._marks = ModelMarks(self._way.held[0], lambda: False)
             self._marks.put(None)
             hold(self._way.held[0], made)
+            if isinstance(self._way, Replicated):
+                self._pickling = Pickling(self._way.ddp)
             ids = set(map(id, self.model.parameters()))
             self._conversions = Conversions(
                 self.model, lambda p: id(p) in ids, lambda: runtime.closed

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from ..planning.regions import TensorRegion
-from ..planning.stand_ins import StandIn, StandInModel
+from ..planning.stand_ins import DOT, StandIn, StandInModel
 from ..planning.unit_discovery import ROOT as UNIT_OF_MODEL
 from ..private import module_private
 from .parts import LocalShard, SpreadModule, WholeParam
 
-_DOT = "/"  # stands for "." in the names of modules and parameters, which may not contain it
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
 
 
@@ -52,7 +51,7 @@ class Shards(StandInModel):
             for shard in each.shards:
                 if shard.local.numel():
                     p = nn.Parameter(shard.local.data, requires_grad=shard.param.requires_grad)
-                    node.register_parameter(shard.name.replace(".", _DOT), p)
+                    node.register_parameter(shard.name.replace(".", DOT), p)
                     self.shards.append(shard)
                     self.local.append(p)
                     self.local_of[id(shard.param)] = p
@@ -62,7 +61,7 @@ class Shards(StandInModel):
             for each_whole in (hooked or {}).get(each.name, ()):
                 self._add_hooked(node, each_whole)
             if len(list(node.parameters())):
-                self.units.append(each.name.replace(".", _DOT) or ROOT)
+                self.units.append(each.name.replace(".", DOT) or ROOT)
                 self.add_module(self.units[-1], node)
         self._of_model = model.named_modules
         self._share_buffers()
@@ -75,7 +74,7 @@ class Shards(StandInModel):
     def _add_hooked(self, node: StandIn, whole: WholeParam) -> None:
         """Add a parameter of the model itself, which other units may read too."""
         p = whole.param
-        node.register_parameter(whole.name.replace(".", _DOT), p)
+        node.register_parameter(whole.name.replace(".", DOT), p)
         if id(p) not in self.hooked:
             self.hooked.add(id(p))
             self.shards.append(whole)
@@ -91,7 +90,7 @@ class Shards(StandInModel):
         kept = _Buffers()
         for prefix, module in self._of_model():
             for name, buffer in module.named_buffers(recurse=False):
-                path = (f"{prefix}.{name}" if prefix else name).replace(".", _DOT)
+                path = (f"{prefix}.{name}" if prefix else name).replace(".", DOT)
                 persistent = module_private.is_persistent(module, name)
                 kept.register_buffer(path, buffer, persistent=persistent)
                 kept.owners[path] = module, name

@@ -28,6 +28,7 @@ from ..errors import CorruptionError, IoError
 from ..io_engine.committed import FoundStore, find_store
 from ..io_engine.manifest import Generation, read_manifest
 from ..planning.regions import Place, TensorRegion
+from ..planning.stand_ins import whole_name
 
 Placed = tuple[StreamedTensor, Place | None]
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
@@ -68,11 +69,6 @@ def in_the_way(folder: Path, ranks: int) -> IoError:
         "(nvme=)",
         path=str(folder), errno=errno.EEXIST,
     )  # fmt: skip
-
-
-def whole_name(name: str) -> str:
-    """Return the model's name of a parameter that is called ``name`` among a rank's shards."""
-    return name.split(".", 1)[1].replace("/", ".")
 
 
 def names_in(store: FoundStore) -> list[str]:

@@ -136,8 +136,9 @@ def _require_finite(parts: Partition, names: Container[int]) -> None:
                 continue
             most = float(value.cpu().abs().amax())  # NaN, if there is one
             if not most <= LARGEST_SHARE * torch.finfo(chunk.dtype).max:
+                name = parts.shown_names[spec.index]
                 raise ValueError(
-                    f"{spec.name}: {most:.3g} is too large for {chunk.dtype} kept as "
+                    f"{name}: {most:.3g} is too large for {chunk.dtype} kept as "
                     f"{part.form.describe()}, or not finite; leave frozen= out, or mend the weight"
                 )
 

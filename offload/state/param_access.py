@@ -56,7 +56,7 @@ class ParamAccess:
 
     def name(self, index: int) -> str:
         """Return the parameter's name in the model."""
-        return self._parts.names[index]
+        return self._parts.shown_names[index]
 
     def tidy(self) -> None:
         """Close what an exception has left open, so that no placeholder is read as a weight."""

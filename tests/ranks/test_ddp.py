@@ -258,8 +258,8 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     model = replicated()
     with pytest.raises(ValueError, match="final only when backward is over"):
         wrapped(model, update="backward")
-    with pytest.raises(ValueError, match="stay on the device"):
-        wrapped(model, frozen="nf4")
+    with pytest.raises(ValueError, match="reserved memory for gradients"):
+        wrapped(model, precision="bf16")
     with pytest.raises(ValueError, match="not in the model"):
         overspill.wrap(model, adamw(net()), device="cpu", rates=RATES, host_memory="1GiB")
     with pytest.raises(overspill.BudgetError):
