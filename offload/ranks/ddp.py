@@ -133,7 +133,7 @@ class Replicated:
         for part in self.parts:
             for shard in part.shards:
                 if shard.param.is_meta:
-                    raise ModelError(_ON_META.format(shard.name))
+                    raise _on_meta(shard.name)
         if config.update == "backward":
             raise ValueError(
                 "update='backward' is not for DistributedDataParallel: its gradients are final "
@@ -150,18 +150,19 @@ class Replicated:
         """Do nothing: the strategy changes nothing."""
 
 
-_ON_META = (
-    "{!r} is on meta; under DistributedDataParallel only frozen parameters may be, and wrap needs "
-    "weights= for them (safetensors, or a Hugging Face folder)"
-)
+def _on_meta(name: str) -> ModelError:
+    return ModelError(
+        f"{name!r} is on meta; under DistributedDataParallel only frozen parameters may be, and "
+        "wrap needs weights= for them (safetensors, or a Hugging Face folder)"
+    )
 
 
 def _refuse(model: nn.Module, *, filled: bool) -> None:
     for name, p in model.named_parameters():
         if p.is_meta and (p.requires_grad or not filled):
-            raise ModelError(_ON_META.format(name))
+            raise _on_meta(name)
         if torch_private.is_wrapper(p):
             raise ModelError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ModelError(_ON_META.format(name))
+            raise _on_meta(name)

@@ -122,8 +122,18 @@ def of_ddp(rank: int, size: int, folder: Path) -> None:
     model = DistributedDataParallel(net())
     file = folder / f"ddp-{rank}.safetensors"
     save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
-    refused("load them into the model before", model, weights=file)
+    refused("unless frozen= or weights= is given", model, resident=["head"])
+    refused("convert the model before DDP takes it", model, precision="bf16")
     trains(model, rank)
+    trains(DistributedDataParallel(net(torch.bfloat16)), rank)
+    inside = net()
+    inside.head.requires_grad_(False).to("meta")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        inside, ["head.weight", "head.bias"]
+    )
+    model = DistributedDataParallel(inside)
+    refused("and wrap needs weights= for them", model)
+    trains(model, rank, weights=file, resident=["head"])
     model = DistributedDataParallel(net())
     optimizer = wrapped(model)
     with model.join(), pytest.raises(overspill.OffloadError, match="as many batches"):

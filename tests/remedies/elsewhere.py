@@ -23,8 +23,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/planned.py", "give tokens= instead"): (
         "tests/ranks/test_planned.py::test_what_cannot_be_planned"
     ),
-    ("offload/ranks/ddp.py", "shard the model with fully_shard instead, or leave it out"): (
-        "tests/ranks/test_ddp.py::test_ddp"
+    ("offload/ranks/ddp.py", "convert the model before DDP takes it, or shard it with"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/ddp.py", "all weights stay on the device; leave it out"): (
+        "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
         "tests/ranks/test_drop_in.py::test_on_two_ranks"
@@ -269,7 +272,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/whole_params.py", "edit weights in the same"): (
         "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
-    ("offload/ranks/ddp.py", "now: load them into the model before"): (
+    ("offload/ranks/ddp.py", "and wrap needs weights= for them"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/ddp.py", "over; use update='next_forward'"): (
