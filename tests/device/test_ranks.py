@@ -24,10 +24,12 @@ import overspill
 from tests.device import staged
 from tests.device.install import install
 from tests.ranks.spawned import RATES, VOCABULARY, Net, adamw, folder_of, spawn
+from tests.ranks.test_ddp_frozen import net, save_base
 from tests.ranks.test_meshes import MESHES, batch_of, parallel, size_of
 
 STEPS = 4
-ALIKE = ("update", "accumulate", "max_grad_norm", "precision")  # options that change results
+# Options that change results.
+ALIKE = ("update", "accumulate", "max_grad_norm", "precision", "frozen")
 native = install()
 TIGHT = 160 * 1024  # bytes of all ranks' shards on their devices
 
@@ -35,9 +37,9 @@ TIGHT = 160 * 1024  # bytes of all ranks' shards on their devices
 def made(kind: str, device: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model: nn.Module = Net()
+        model: nn.Module = net() if kind == "ddp lora" else Net()
     model = model.to(device)
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return DistributedDataParallel(model)
     sizes = MESHES[kind]
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -84,10 +86,12 @@ def trained(
 
 
 def ordered(rank: int, size: int, folder: Path, kind: str, cases: list[dict[str, Any]]) -> None:
-    batch = rank if kind == "ddp" else batch_of(kind, rank)
+    batch = rank if kind.startswith("ddp") else batch_of(kind, rank)
     for number, case in enumerate(cases):
         alike = {k: v for k, v in case.items() if k in ALIKE}
         losses, weights = trained(kind, "cpu", batch, alike)
+        if case.get("weights"):
+            case = {**case, "weights": folder}
         if case.get("nvme"):
             case = {**case, "nvme": folder_of(folder / f"{kind}{number}")}
         if number % 2:
@@ -116,6 +120,12 @@ OF_DDP: list[dict[str, Any]] = [
     {"update": "step"}, {"update": "next_forward", "max_grad_norm": 0.5},
     {"update": "next_forward", "activations": "host", "accumulate": 2},
 ]  # fmt: skip
+OF_LORA: list[dict[str, Any]] = [
+    {"update": "step", "frozen": "int8", "device_memory": "120KiB"},
+    {"update": "next_forward", "weights": True, "device_memory": "120KiB", "accumulate": 2},
+    {"update": "next_forward", "frozen": "int8", "device_memory": "120KiB",
+     "activations": "recompute"},
+]  # fmt: skip
 OF_ROWS = [
     *_cases(2), {**_cases(2)[1], "activations": "recompute"},
     {**_cases(2)[1], "precision": "bf16", "device_memory": TIGHT // 4},
@@ -125,14 +135,15 @@ OF_ROWS = [
 @pytest.mark.parametrize(
     "kind, cases",
     [
-        ("rows", OF_ROWS[1:4]), ("ddp", OF_DDP), ("hsdp", _cases(2)[1:2]),
+        ("rows", OF_ROWS[1:4]), ("ddp", OF_DDP), ("ddp lora", OF_LORA), ("hsdp", _cases(2)[1:2]),
         *(pytest.param(kind, cases, marks=pytest.mark.soak) for kind, cases in (
             ("rows", OF_ROWS), ("hsdp", _cases(2)), ("tp alone", _cases(2)), ("tp", _cases(4)),
         )),
     ],
 )  # fmt: skip
 def test_what_ranks_do_is_ordered(kind: str, cases: list[dict[str, Any]], tmp_path: Path) -> None:
-    size = 2 if kind == "ddp" else size_of(kind)
+    size = 2 if kind.startswith("ddp") else size_of(kind)
+    save_base(tmp_path)
     spawn(size, ordered, tmp_path, kind, cases, backend=staged.NAME)
 
 

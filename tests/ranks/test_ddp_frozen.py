@@ -353,9 +353,13 @@ def all_of_it(rank: int, size: int, folder: Path) -> None:
         work(rank, size, folder)
 
 
+def save_base(folder: Path) -> None:
+    weights = {name: p for name, p in net().state_dict().items() if name != "head.weight"}
+    save_file(weights, folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_ddp(size: int, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    weights = {n: p for n, p in net().state_dict().items() if n != "head.weight"}
-    save_file(weights, tmp_path / "base" / "model.safetensors")
+    save_base(tmp_path / "base")
     spawn(size, all_of_it, tmp_path)

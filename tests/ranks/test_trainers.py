@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -196,10 +199,52 @@ def trains(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
             assert torch.equal(p, own.detach())
 
 
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False,
+    ))  # fmt: skip
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))  # type: ignore[arg-type]
+
+
+def trains_adapters(rank: int, size: int, folder: Path, port: int) -> None:
+    """LoRA under DDP, whose frozen base leaves the device in int8."""
+    join(rank, size, port)
+    data: dict[str, Any] = {"train_dataset": Rows(), "eval_dataset": Rows()}
+    options = {**OPTIONS, "device_memory": "600KiB", "frozen": "int8"}
+
+    def trainer() -> Any:
+        given = arguments(folder / "adapters", False)
+        return OverspillTrainer(adapted(), given, **data, overspill=options)  # type: ignore[call-arg]
+
+    first, again = trainer(), trainer()
+    first.train()
+    layout = first.optimizer.optimizer.plan.detail.layout
+    assert any(layout.streamed) and layout.shared_places
+    again.train(resume_from_checkpoint=str(folder / "adapters" / "checkpoint-3"))
+    assert history(again)[-3:] == pytest.approx(history(first)[-3:], rel=1e-6)
+    plain, packed = adapted(), dict(overspill.named_weights(first.model_wrapped))
+    for name, p in plain.named_parameters():
+        if not p.requires_grad:
+            p.data.copy_(packed[name])
+    alone = Trainer(plain, arguments(folder / "alone", False), **data)
+    alone.train()
+    assert history(first) == pytest.approx(history(alone), rel=1e-5)
+    first.save_model(str(folder / "adapter"))
+    dist.barrier()
+    kept = load_file(folder / "adapter" / "adapter_model.safetensors")
+    own = {n.replace(".default", ""): p for n, p in first.model.named_parameters() if "lora" in n}
+    assert kept.keys() == own.keys()
+    assert all(torch.equal(kept[name], p.detach()) for name, p in own.items())
+
+
 def both(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
     """In one process a rank, which takes long to import the frameworks."""
     accelerates(rank, size, folder, port, shards)
     trains(rank, size, folder, port, shards)
+    if not shards:
+        trains_adapters(rank, size, folder, port)
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
