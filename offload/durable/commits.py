@@ -19,6 +19,7 @@ from ..io_engine.pins import Identity
 from ..movement.commit_writer import CommitWriter
 from ..movement.runtime import Runtime
 from ..params.resident_param_guard import ResidentParamGuard
+from ..planning.stand_ins import hooked_model
 from ..private import torch_private
 from ..schedule.describe import item_of
 from ..schedule.ledger import Ledger, Prepared
@@ -173,6 +174,7 @@ class Commits:
             "groups": kept_groups(self._groups),
             "members": self._members,
             "regions": self._regions,
+            "hooked": hooked_model(self._model) is not self._model,
             "rng": self._random,
             "buffers": {name: _copy(value) for name, value in kept.items()},
             "added": sorted(kept.keys() - self._known),

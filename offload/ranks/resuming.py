@@ -206,10 +206,17 @@ def _others(
 
 
 def _leave_device(run: RunStores) -> bool:
-    """Return whether frozen weights left the device: they were packed, or read in place."""
-    description = run.stores[0].layout.description
+    """Return whether frozen weights may leave the device under DDP, as in the run so far.
+
+    A run on one device, or under FSDP2, has packed them or reads them in place.
+    """
+    source, description = RunSource(run), run.stores[0].layout.description
+    try:
+        hooked = bool(source.facts_of(0).get("hooked"))
+    finally:
+        source.close()
     sources = description.get("sources", {})
-    return description.get("frozen") is not None or bool(sources.get("units"))
+    return hooked or description.get("frozen") is not None or bool(sources.get("units"))
 
 
 def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:

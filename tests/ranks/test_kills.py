@@ -1,4 +1,7 @@
-"""Ranks killed at any time, with streamed shards: the run goes on, bit for bit, on other ranks."""
+"""Ranks killed at any time: the run goes on, bit for bit, on other ranks.
+
+Under FSDP2 shards are streamed, and under DDP frozen weights.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 import overspill
 from overspill.ranks.stores import find_run
 
+from . import test_ddp_frozen as ddp
 from .spawned import PATIENCE_S, RATES, Started, adamw, folder_of, loss_of, sharded, spawn, whole
 
 STEPS = 400
@@ -21,11 +25,23 @@ DEVICE = 160 * 1024
 Weights = dict[str, torch.Tensor]
 
 
-def options(size: int) -> dict[str, Any]:
-    return {
-        "device": "sim", "device_memory": DEVICE // size, "host_memory": "600KiB", "rates": RATES,
-        "activations": "recompute",
-    }  # fmt: skip
+def options(kind: str, size: int) -> dict[str, Any]:
+    given = {"device": "sim", "rates": RATES, "activations": "recompute"}
+    if kind == "ddp":
+        return {**given, **ddp.TIGHT, "host_memory": "4MiB"}
+    return {**given, "device_memory": DEVICE // size, "host_memory": "600KiB"}
+
+
+def made(kind: str, *, empty: bool = False) -> Any:
+    return ddp.replicated(ddp.net(empty=empty)) if kind == "ddp" else sharded()
+
+
+def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
+    return ddp.adamw(model) if kind == "ddp" else adamw(model)
+
+
+def all_of(kind: str, model: Any) -> Weights:
+    return ddp.weights_of(model.module) if kind == "ddp" else whole(model)
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -34,27 +50,32 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
-def uninterrupted(rank: int, size: int, until: int) -> list[Weights]:
-    model = sharded()
+def uninterrupted(rank: int, size: int, kind: str, until: int) -> list[Weights]:
+    model = made(kind)
     found = []
     with overspill.wrap(
-        model, adamw(model), device="cpu", host_memory="1GiB", rates=RATES
+        model, optimizer_of(kind, model), device="cpu", host_memory="1GiB", rates=RATES
     ) as optimizer:
         for number in range(until):
-            found.append(whole(model))
+            found.append(all_of(kind, model))
             step(model, optimizer, number)
     return found
 
 
-def goes_on(rank: int, size: int, before: Path | None, folder: Path, until: int) -> tuple[int, Any]:
+def goes_on(
+    rank: int, size: int, kind: str, before: Path | None, folder: Path, until: int
+) -> tuple[int, Any]:
     """Trains from the last commit until the end, or until it is killed; what it began with."""
-    model = sharded()
+    model = made(kind, empty=True)
+    inner, given = optimizer_of(kind, model), options(kind, size)
     if before is None:
-        optimizer = overspill.wrap(model, adamw(model), nvme=folder, **options(size))
+        if kind == "ddp":
+            given["weights"] = folder.parent / "base"
+        optimizer = overspill.wrap(model, inner, nvme=folder, **given)
     else:
-        optimizer, _ = overspill.resume(model, before, adamw(model), nvme=folder, **options(size))
+        optimizer, _ = overspill.resume(model, before, inner, nvme=folder, **given)
     first = optimizer._engine.step_count
-    begins = whole(model)
+    begins = all_of(kind, model)
     layout = optimizer.plan.detail.layout
     assert layout is not None and not all(home.resident for home in layout.homes)
     torch.save((first, begins), folder / f"began-{rank}.pt")
@@ -72,14 +93,15 @@ def committed(folder: Path) -> bool:
         return False
 
 
-def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
+def kill_and_resume(tmp_path: Path, kind: str, kills: int, seed: int) -> None:
     drawn = random.Random(seed)
-    expected = spawn(1, uninterrupted, STEPS)[0]
+    ddp.save_base(folder_of(tmp_path / "base"))
+    expected = spawn(1, uninterrupted, kind, STEPS)[0]
     before: Path | None = None
     reached = done = resumed = 0
     for number in range(10 * kills):
         size, folder = drawn.choice(SIZES), folder_of(tmp_path / f"{number}")
-        ranks = Started(size, goes_on, before, folder, STEPS)
+        ranks = Started(size, goes_on, kind, before, folder, STEPS)
         try:
             until = time.monotonic() + PATIENCE_S
             while not all((folder / f"began-{rank}.pt").exists() for rank in range(size)):
@@ -111,10 +133,12 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, seed: int) -> None:
-    kill_and_resume(tmp_path, 20, seed)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, seed: int, kind: str) -> None:
+    kill_and_resume(tmp_path, kind, 20, seed)
 
 
-def test_a_few_kills(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, 2, 7)
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_a_few_kills(tmp_path: Path, kind: str) -> None:
+    kill_and_resume(tmp_path, kind, 2, 7)
