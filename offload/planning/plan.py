@@ -176,6 +176,7 @@ class PlanDetail:
         profile: compute and activations by unit, if an example step was given.
         fitting: budgets that would fit, by option, as ``{"host_memory": "628KiB"}``; empty if the
             plan fits, or if none were found.
+        ranks: the number of ranks among which ``fitting`` divides host memory and disk space.
         optimizer: how an optimizer's own step runs; ``None`` if overspill has a rule for the
             optimizer.
         counts_compute: whether times include compute: that of tokens at the device's rate, or of an
@@ -201,6 +202,7 @@ class PlanDetail:
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
     fitting: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ranks: int = 1
     rates: Rates | None = field(default=None, repr=False)
     optimizer: str | None = None
     counts_compute: bool = True
@@ -254,7 +256,8 @@ class PlanDetail:
     def about_fitting(self) -> str:
         """The budgets that would fit, as the end of a message."""
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
-        return f". Budgets that would fit: {sizes}" if sizes else ""
+        divided = f", divided among {self.ranks} ranks" if self.ranks > 1 else ""
+        return f". Budgets that would fit: {sizes}{divided}" if sizes else ""
 
     @property
     def about_activations(self) -> str:

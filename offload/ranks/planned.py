@@ -22,7 +22,7 @@ from ..plans import calibrated, make_plan, options_for
 from .ddp import Replica, ReplicatedModule
 from .sharding import refuse_optimizer, refuse_options
 from .shards import ShardGroup, Shards, gathered_bytes
-from .world import rates_of_rank
+from .world import fitting_machine, rates_of_rank
 
 
 def plan_of_rank(
@@ -72,8 +72,9 @@ def plan_of_rank(
         machine = replace(machine, rates=rates)
     mine = {"rates": rates, "leave": 0, **_share(whole, ranks)}
     local = None if optimizer is None else _optimizer_over(shards, optimizer)
-    return make_plan(shards, local, {**options, **mine, "units": shards.units}, machine=machine,
+    plan = make_plan(shards, local, {**options, **mine, "units": shards.units}, machine=machine,
                      **how)  # fmt: skip
+    return fitting_machine(plan, ranks)
 
 
 def _optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

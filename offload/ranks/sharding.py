@@ -44,7 +44,7 @@ from .gathering import Gatherer
 from .parts import SpreadModule, require_initialised
 from .shards import Shards, gathered_bytes, optimizer_over
 from .spread_optimizers import SpreadOptimizer
-from .world import World
+from .world import World, fitting_machine
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made")
@@ -218,7 +218,7 @@ class Sharding:
             devices = [nbytes for rank in mine if (nbytes := found[rank][2]) is not None]
             if devices:
                 made = plan(replace(config, device_memory=min(devices), leave=0))
-        return made
+        return replace(made, plan=fitting_machine(made.plan, self.world.local_size))
 
     def _share_nothing(self) -> None:
         shared, self.shards.shared_memory = self.shards.shared_memory, None

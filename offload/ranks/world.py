@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OffloadConfig, parse_size
-from ..errors import RankError
+from ..errors import RankError, format_budget
 from ..facts.rates import Rates
 from ..io_engine.shared_memory import SharedMemory
 from ..open_engines import untaken
@@ -29,6 +29,7 @@ from ..planning.budgets import (
     free_disk_bytes,
     free_host_bytes,
 )
+from ..planning.plan import Plan
 from .stores import holds_store, in_the_way, rank_folder, runs_in
 from .voting import Votes
 
@@ -353,6 +354,20 @@ def rates_of_rank(whole: Rates, ranks: int, cpu_share: float, *, on_cpu: bool) -
     shares = dict.fromkeys(disks, 1 / ranks) | dict.fromkeys(processors, cpu_share)
     found = {name: getattr(whole, name) for name in shares}
     return replace(whole, **{k: v * shares[k] for k, v in found.items() if v is not None})
+
+
+def fitting_machine(plan: Plan, ranks: int) -> Plan:
+    """Return the plan of a rank, with the budgets that would fit as users give them.
+
+    Args:
+        ranks: those of its machine, among which host memory and disk space are divided.
+    """
+    if ranks == 1 or not plan.detail.fitting:
+        return plan
+    fitting = dict(plan.detail.fitting)
+    for option in {"host_memory", "nvme_memory"} & fitting.keys():
+        fitting[option] = format_budget(ranks * (parse_size(fitting[option], option).nbytes or 0))
+    return replace(plan, detail=replace(plan.detail, fitting=fitting, ranks=ranks))
 
 
 def share_of_cpus(ranks: Sequence[Collection[int]], mine: Collection[int]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -262,8 +263,17 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         wrapped(model, precision="bf16")
     with pytest.raises(ValueError, match="not in the model"):
         overspill.wrap(model, adamw(net()), device="cpu", rates=RATES, host_memory="1GiB")
-    with pytest.raises(overspill.BudgetError):
+    with pytest.raises(overspill.BudgetError) as caught:
         overspill.wrap(model, adamw(model), device="cpu", rates=RATES, host_memory="64KiB")
+    told = re.search(r"would fit: host_memory='(\w+)', divided among (\d) ranks", str(caught.value))
+    assert told is not None and int(told[2]) == size, caught.value
+    least = int(told[1].removesuffix("KiB"))
+    with pytest.raises(overspill.BudgetError):
+        overspill.wrap(
+            model, adamw(model), device="cpu", rates=RATES, host_memory=f"{least * 9 // 10}KiB"
+        )
+    with overspill.wrap(model, adamw(model), device="cpu", rates=RATES, host_memory=told[1]):
+        overspill.unwrap(model)
     step(model, adamw(model), 0, rank)  # it is as it was
     optimizer = wrapped(model)
     with model.join(), pytest.raises(overspill.OffloadError, match="join"):

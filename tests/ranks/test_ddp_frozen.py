@@ -26,7 +26,7 @@ from overspill.state.contents import Contents
 from tests.unit.test_shared_memory import mapped_bytes
 
 from .spawned import RATES, VOCABULARY, folder_of, loss_of, spawn
-from .test_shared_memory import kept_bytes
+from .test_shared_memory import drop_cached, kept_bytes, read_bytes
 
 WIDTH, STEPS = 64, 3
 TIGHT = {"device_memory": "120KiB"}  # for one unit and little more
@@ -208,6 +208,22 @@ def held_once(rank: int, size: int, folder: Path) -> None:
         assert not kept_bytes()
 
 
+def read_once(rank: int, size: int, folder: Path) -> None:
+    """What host memory has no room for is read by each rank in each pass, but from disk once."""
+    model = replicated(net(empty=True))
+    options = {"weights": folder / "base", "host_memory": "16.4MiB"}
+    with wrapped(model, **options, **TIGHT) as optimizer:
+        assert len(layout_of(optimizer).in_place) >= 4 and not layout_of(optimizer).shared_places
+        file = folder / "base" / "model.safetensors"
+        drop_cached(file)
+        dist.barrier()
+        before, logical = read_bytes(), optimizer.stats.read.bytes
+        train(model, optimizer, rank)
+        moved = gathered((read_bytes() - before, optimizer.stats.read.bytes - logical))
+        from_disk, asked = (sum(each) for each in zip(*moved, strict=True))
+        assert from_disk <= 1.5 * file.stat().st_size <= asked, (from_disk, asked)
+
+
 def readers(rank: int, size: int, folder: Path) -> None:
     """Weights are read, copied, saved, merged and given back as those of an ordinary model."""
     model = replicated(net())
@@ -344,7 +360,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
 
 
 WORKS: list[Callable[..., Any]] = [
-    same_losses, held_once, readers, edits, resumes, fails_together, refusals
+    same_losses, held_once, read_once, readers, edits, resumes, fails_together, refusals
 ]  # fmt: skip
 
 

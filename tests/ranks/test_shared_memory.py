@@ -235,16 +235,21 @@ def read_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
+def drop_cached(file: Path) -> None:
+    """Drop a file from the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 def streamed(rank: int, folder: Path) -> None:
     """What host memory has no room for is read by each rank in each pass, but from disk once."""
     model = model_of(empty=True)
     with wrapped(model, weights=folder / "base", host_memory="32.5MiB") as optimizer:
         assert len(layout_of(optimizer).in_place) >= 3 and not layout_of(optimizer).shared_places
         file = folder / "base" / "model.safetensors"
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        drop_cached(file)
         dist.barrier()
         before, logical = read_bytes(), optimizer.stats.read.bytes
         train(model, optimizer, rank)
