@@ -298,7 +298,7 @@ def _sources(
     """
     if description is not None:
         parts = with_described_pages(parts, description["units"])
-        return parts, described_sources(description, digests, config.weights)
+        return parts, described_sources(description, digests, config.weight_files)
     if config.weights is None:
         return parts, NO_SOURCES
     matched = match_weights(config.weights, model, parts)

@@ -118,6 +118,16 @@ def _at_least(name: str, value: object, low: int) -> None:
 
 
 @dataclass(frozen=True)
+class MissingWeights:
+    """``weights=`` of a run that is resumed: only parameters on ``meta`` are read from the files.
+
+    All else comes from the run's stores.
+    """
+
+    path: Path
+
+
+@dataclass(frozen=True)
 class OffloadConfig:
     """The options of ``wrap``, ``plan`` and ``resume``.
 
@@ -196,7 +206,7 @@ class OffloadConfig:
     accumulate: int = 1
     units: tuple[str, ...] | None = None
     resident: tuple[str, ...] | None = None
-    weights: Path | Mapping[str, Path] | None = None
+    weights: Path | Mapping[str, Path] | MissingWeights | None = None
     ignore_weights: tuple[str, ...] | None = None
     init: Callable[[torch.nn.Module], None] | None = None
     prefetch_depth: int | None = None
@@ -368,9 +378,13 @@ class OffloadConfig:
     @property
     def first_weights(self) -> Path | None:
         """The path given as ``weights``, or the first of several."""
-        if isinstance(self.weights, Mapping):
-            return next(iter(self.weights.values()))
-        return self.weights
+        found = self.weight_files
+        return next(iter(found.values())) if isinstance(found, Mapping) else found
+
+    @property
+    def weight_files(self) -> Path | Mapping[str, Path] | None:
+        """The files given as ``weights``."""
+        return self.weights.path if isinstance(self.weights, MissingWeights) else self.weights
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

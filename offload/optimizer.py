@@ -233,7 +233,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         model, config = self._engine.model, self._engine.config
         self._engine.commit("save")
         assert config.nvme is not None
-        export_store(config.nvme, out, split=partial(files_of, model), weights=config.weights)
+        export_store(config.nvme, out, split=partial(files_of, model), weights=config.weight_files)
 
     # -- averages -------------------------------------------------------------------------------
 

@@ -45,7 +45,9 @@ def export(
                 store, out, config=config, optimizer=optimizer, named=named, weights=weights
             )
         else:
-            done = export_run(run, out, config=config, optimizer=optimizer, named=named)
+            done = export_run(
+                run, out, config=config, optimizer=optimizer, named=named, weights=weights
+            )
         for name, nbytes in done.files.items():
             typer.echo(f"wrote {out / name}, {format_bytes(nbytes)}")
         typer.echo(f"step {done.step}")

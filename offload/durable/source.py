@@ -64,6 +64,27 @@ class StoreSource:
         self.reader.close()
         self._files.close()
 
+    @property
+    def in_place(self) -> set[str]:
+        """The parameters whose weights are in files beside the store, by name."""
+        units = [self.units[number] for number in self._files.units]
+        return {p["name"] for unit in units for chunk in unit["chunks"] for p in chunk["params"]}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files beside the store that have such weights."""
+        return self._files.paths
+
+    def check_files(self) -> None:
+        """Verify all weights that are in files beside the store, if these were written to.
+
+        Raises:
+            CorruptionError: they are not what they were.
+        """
+        if self._files.written:
+            for unit in self._files.units:
+                self._files.check(unit)
+
     def weights(self) -> list[StreamedTensor]:
         """Return every parameter once, then the buffers and the tensors of extra state."""
         others = {**self.facts["buffers"], **named_tensors(self.facts.get("states", {}))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..config import OffloadConfig
+from ..config import MissingWeights, OffloadConfig
 from ..durable.commits import restore_groups
 from ..durable.meta import random_states, regions_of, restore_random_states
 from ..durable.resume import (
@@ -36,6 +37,7 @@ from .stores import RunSource, RunStores, find_run, names_in
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made", bound=OffloadedOptimizer)
+Files = Path | Mapping[str, Path] | None  # where files are that the run reads weights from
 _FACTS = ("its shape", "its dtype", "the param group that trains it")
 
 
@@ -64,21 +66,20 @@ def resumed_shards(
     """Resume on many ranks; every rank must call it with the same arguments. See ``resume``."""
 
     def bring(sharding: Sharding) -> tuple[OffloadedOptimizer, Any]:
-        given = {name: value for name, value in options.items() if value is not None}
-        config = OffloadConfig.from_options({"nvme": folders, **given})
-        world = sharding.world
+        config = OffloadConfig.from_options({"nvme": folders, **_given(options)})
+        world, files = sharding.world, config.weight_files
         run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
-        if _leave_device(run):
+        if _leave_device(run, files):
             sharding.offload_frozen()
         sharding.refuse(config)
         world.gathered(None)  # no rank changes a store before all have read it
         same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
         if same:
-            _require_units(sharding, run.stores[world.rank])
+            _require_units(sharding, run.stores[world.rank], files)
             with _agreed(run, world.rank) as store:
-                made = _same(sharding, store, folders, optimizer, options)
+                made = _same(sharding, store, optimizer, options, files)
         else:
-            made = _others(sharding, run, folders, optimizer, options)
+            made = _others(sharding, run, folders, optimizer, options, files)
         log.info("overspill: resumed at step %d", run.step)
         return made
 
@@ -90,16 +91,17 @@ def resumed_whole(
     optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """Resume on one rank from the stores of several. See ``resume``."""
-    source = RunSource(run)
+    given = OffloadConfig.from_options({"nvme": folders, **_given(options)})
+    source = RunSource(run, given.weight_files)
     try:
         optimizer = optimizer or _optimizer(model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, model, optimizer, config)
+        config = _in_place(config, source, 0, 1)
         regions = {name: (p, TensorRegion.all_of(p.shape)) for name, p in model.named_parameters()}
         for name, (p, region) in regions.items():
-            device = "cpu" if p.is_meta else p.device
-            value = source.weight(name, region).to(device, config.weight_dtype or p.dtype)
-            torch_private.become(p, value)
+            dtype = config.weight_dtype or p.dtype
+            torch_private.become(p, _weight(source, name, p, region, dtype))
         extra = _fill(model, optimizer, source, regions, 0, memory_of(config.device))
         make = partial(OffloadedOptimizer, inner=optimizer)
         made = opened(model, optimizer, config, _from_step(run.step, make))
@@ -124,7 +126,7 @@ def _agreed(run: RunStores, rank: int) -> OwnedStore:
     return own_store(directories)
 
 
-def _require_units(sharding: Sharding, store: FoundStore) -> None:
+def _require_units(sharding: Sharding, store: FoundStore, files: Files) -> None:
     """Require stores of a model that was spread in the same way.
 
     Raises:
@@ -132,7 +134,7 @@ def _require_units(sharding: Sharding, store: FoundStore) -> None:
     """
     theirs = sorted(names_in(store))
     mine = sorted(name for name, _ in sharding.shards.named_parameters())
-    source = RunSource(RunStores([store]))
+    source = RunSource(RunStores([store]), files)
     try:
         places = source.facts_of(0).get("regions", {})
     finally:
@@ -147,11 +149,11 @@ def _require_units(sharding: Sharding, store: FoundStore) -> None:
 
 
 def _same(
-    sharding: Sharding, store: OwnedStore, folders: Sequence[Path],
-    optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
+    sharding: Sharding, store: OwnedStore, optimizer: torch.optim.Optimizer | None,
+    options: dict[str, Any], files: Files,
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """Resume on the same number of ranks: each continues in its own store."""
-    source = RunSource(RunStores([store]))
+    source = RunSource(RunStores([store]), files)
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
     finally:
@@ -170,25 +172,26 @@ def _same(
 
 def _others(
     sharding: Sharding, run: RunStores, folders: Sequence[Path],
-    optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None, options: dict[str, Any], files: Files,
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """Resume on another number of ranks.
 
-    Each reads its rows out of all stores, and starts a store of its own.
+    Each reads its rows out of all stores, and starts a store of its own. Frozen weights that the
+    run has read in place still are.
     """
-    world, source, before = sharding.world, RunSource(run), None
+    world, source, before = sharding.world, RunSource(run, files), None
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
         device = next(sharding.model.parameters()).device
         before = _Before(sharding.model, optimizer, device)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, sharding.model, optimizer, config)
+        config = _in_place(config, source, world.rank, world.size)
         regions = {}
         for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
             regions[shard.name] = p, shard.region
             # Uses new memory: the model's own is kept until all ranks have an engine.
-            there = "cpu" if p.is_meta else p.device
-            torch_private.become(p, source.weight(shard.name, shard.region).to(there))
+            before.replace(p, _weight(source, shard.name, p, shard.region))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, regions, world.rank, device)
         world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
@@ -205,12 +208,16 @@ def _others(
         source.close()
 
 
-def _leave_device(run: RunStores) -> bool:
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _leave_device(run: RunStores, files: Files) -> bool:
     """Return whether frozen weights may leave the device under DDP, as in the run so far.
 
     A run on one device, or under FSDP2, has packed them or reads them in place.
     """
-    source, description = RunSource(run), run.stores[0].layout.description
+    source, description = RunSource(run, files), run.stores[0].layout.description
     try:
         hooked = bool(source.facts_of(0).get("hooked"))
     finally:
@@ -222,6 +229,31 @@ def _leave_device(run: RunStores) -> bool:
 def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:
     facts = {**source.facts_of(0), "members": source.members}
     return optimizer_for(model, source.run.stores[0].layout.description, facts)
+
+
+def _in_place(config: OffloadConfig, source: RunSource, rank: int, ranks: int) -> OffloadConfig:
+    """Return the options for weights that the run has read in place, if any.
+
+    Raises:
+        ValueError: options are given that are for ``wrap``.
+    """
+    for name in ("init",) if source.in_place else ("weights", "init"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name}= is for wrap: resume takes the weights of the store")
+    if not source.in_place:
+        return config
+    return replace(config, weights=MissingWeights(source.files_in_place(rank, ranks)))
+
+
+def _weight(
+    source: RunSource, name: str, p: nn.Parameter, region: TensorRegion,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return a region of a weight for ``p``; it is on ``meta`` if it will be read in place."""
+    if name in source.in_place:
+        return torch.empty(region.shape, dtype=dtype or p.dtype, device="meta")
+    value = source.weight(name, region)
+    return value.to("cpu" if p.is_meta else p.device, dtype or value.dtype)
 
 
 def _formats(
@@ -299,7 +331,7 @@ def _fill(
 
 
 class _Before:
-    """The former state of a model and its optimizer, except for weights and optimizer state."""
+    """The former state of a model and its optimizer, except for optimizer state."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
@@ -310,8 +342,16 @@ class _Before:
         ]
         self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
         self._device, self._random = device, random_states(device)
+        self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def replace(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        """Give a parameter another value."""
+        self._weights.append((p, p.detach()))
+        torch_private.become(p, value)
 
     def restore(self) -> None:
+        for p, value in self._weights:
+            torch_private.become(p, value)
         for group, kept in self._groups:
             group.update(kept)
         for buffer, value in self._buffers:

@@ -442,16 +442,16 @@ def wrapped_shards(
     refuse_options(config)
 
     def bring(sharding: Sharding) -> SpreadOptimizer:
-        filled = config.weights is not None
-        if filled or config.frozen is not None:
+        files = config.weight_files
+        if files is not None or config.frozen is not None:
             sharding.offload_frozen()
         sharding.refuse(config)
-        if config.weights is not None:
-            sharding.fill(config.weights)
+        if files is not None:
+            sharding.fill(files)
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)
-        make = sharding.made_by(optimizer, filled=filled)
+        make = sharding.made_by(optimizer, filled=files is not None)
         return opened(sharding.shards, mine, own, make, sharding.agree)
 
     made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)

@@ -254,7 +254,8 @@ class SpreadOptimizer(OffloadedOptimizer):
             run = find_run(folders)
             assert run is not None
             text, named = config_of(model), partial(as_on_hub, model)
-            export_run(run, Path(path), config=text, named=named)
+            files = config.weight_files
+            export_run(run, Path(path), config=text, named=named, weights=files)
 
         self._holder.world.of_first(export)
 

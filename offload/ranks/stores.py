@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -158,13 +159,14 @@ class RunSource:
     It corresponds to ``StoreSource`` of one store.
     """
 
-    def __init__(self, run: RunStores) -> None:
+    def __init__(self, run: RunStores, weights: Path | Mapping[str, Path] | None = None) -> None:
+        """For ``weights`` see ``StoreSource``."""
         self.run, self.generation = run, run.generations[0]
         self._named = whole_name if run.ranks else str
         self._sources: list[StoreSource] = []
         try:
             for store, generation in zip(run.stores, run.generations, strict=True):
-                self._sources.append(StoreSource(store, generation))
+                self._sources.append(StoreSource(store, generation, weights))
         except BaseException:
             self.close()
             raise
@@ -177,6 +179,29 @@ class RunSource:
     def facts_of(self, rank: int) -> Mapping[str, Any]:
         """Return the facts in a rank's commit, or in the first rank's if there is no such rank."""
         return self._sources[rank if rank < len(self._sources) else 0].facts
+
+    @cached_property
+    def in_place(self) -> frozenset[str]:
+        """The parameters of which all ranks read their parts from files beside the stores."""
+        there, elsewhere = set[str](), set[str]()
+        for source in self._sources:
+            in_place = source.in_place
+            there |= in_place
+            elsewhere |= {each.name for each in source.parameters()} - in_place
+        return frozenset(map(self._named, there - elsewhere))
+
+    def files_in_place(self, rank: int, ranks: int) -> Path:
+        """Return the folder of these files, or the only one.
+
+        They are verified if they were written to, some by each of the ``ranks`` that call this.
+
+        Raises:
+            CorruptionError: they are not what they were.
+        """
+        for source in self._sources[rank::ranks]:
+            source.check_files()
+        paths = sorted({path for source in self._sources for path in source.files})
+        return paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
 
     @cached_property
     def members(self) -> list[list[str]]:
@@ -347,16 +372,20 @@ class Pieces:
 def export_run(
     run: RunStores, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
+    weights: Path | Mapping[str, Path] | None = None,
 ) -> Exported:  # fmt: skip
     """Write whole parameters, assembled from the rows of all ranks, as ``export_store`` does.
 
     One process does it, with memory for a few parts; no rank needs to run.
 
+    Args:
+        weights: see ``export_store``.
+
     Raises:
         OffloadError: ``out`` exists, its disk has too little room, or training continued meanwhile.
         IoError, CorruptionError: a store cannot be read. Nothing was exported.
     """
-    source = RunSource(run)
+    source = RunSource(run, weights)
     try:
         tree = source.state_dict() if optimizer else None
         text = None if config is None else config_text(config)

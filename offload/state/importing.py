@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..config import MissingWeights
 from ..planning.models import named_models
 from ..planning.partition import Partition
 from ..planning.regions import TensorRegion
@@ -111,15 +112,22 @@ class MatchedFiles(NamedTuple):
         files: of a rank's shards, with their rows of tensors.
         names: by parameter index, the name of its tensor.
         used: the names of all tensors that are weights, also of parameters on other ranks.
+        alone: whether nothing else is read from the files; see ``MissingWeights``.
     """
 
     files: TensorFiles
     names: Mapping[int, str]
     used: frozenset[str]
+    alone: bool = False
+
+    def missing(self, parameters: Sequence[nn.Parameter]) -> MatchedFiles:
+        """Return the tensors of parameters on ``meta`` alone."""
+        names = {index: name for index, name in self.names.items() if parameters[index].is_meta}
+        return self._replace(names=names, alone=True)
 
 
 def match_weights(
-    weights: Path | Mapping[str, Path], model: nn.Module, parts: Partition
+    weights: Path | Mapping[str, Path] | MissingWeights, model: nn.Module, parts: Partition
 ) -> MatchedFiles:
     """Open the files that ``weights=`` names, and do as ``match_files``.
 
@@ -128,6 +136,8 @@ def match_weights(
     Raises:
         ValueError: see ``open_weights`` and ``match_files``.
     """
+    if isinstance(weights, MissingWeights):
+        return match_weights(weights.path, model, parts).missing(parts.parameters)
     files = open_weights(weights, whole_model(model))
     if isinstance(model, StandInModel):
         return _match_regions(files, model, parts)
@@ -167,6 +177,8 @@ def other_tensors(
     matched: MatchedFiles, model: nn.Module, parts: Partition, ignored: Collection[str] = ()
 ) -> list[Others]:
     """Return the other tensors of a model's files, or of those of each of several models."""
+    if matched.alone:
+        return []
     managed = frozenset(map(id, parts.parameters))
     files, used = matched.files, matched.used
     if isinstance(model, StandInModel):
