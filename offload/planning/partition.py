@@ -216,13 +216,15 @@ def partition(
         if ran is not item:
             external, learns = True, {p for p in ran.module.parameters() if p.requires_grad}
         trained, frozen, shared = _members(item, all_trained, owner, parameters)
+        hooked = any(is_hooked(model, p) for p in item.module.parameters())
+        encloses = ran.direct_only if hooked else item.direct_only  # FSDP2's root may move
         comes_with = dict[int, None]()
         if trained and frozen:
             number = len(units)
             owner.update((p, number) for _, _, p in frozen)
             chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule, whole)
             units.append(
-                Unit(number, f"{item.name} {FROZEN}", chunks, (), item.direct_only, weight_bytes,
+                Unit(number, f"{ran.name} {FROZEN}", chunks, (), encloses, weight_bytes,
                      0, runs=False)
             )  # fmt: skip
             of_units.append(ran)
@@ -240,8 +242,8 @@ def partition(
         forward_only = bool(own) and all(p in beside for _, _, p in own)
         units.append(
             Unit(
-                number, item.name, chunks, tuple(comes_with), item.direct_only, weight_bytes,
-                grad_bytes, flops, 0 if forward_only else back, given if logits else kept, given,
+                number, ran.name, chunks, tuple(comes_with), encloses, weight_bytes, grad_bytes,
+                flops, 0 if forward_only else back, given if logits else kept, given,
                 logits, of_attention[0] // divided, of_attention[1], forward_only=forward_only,
             )
         )  # fmt: skip

@@ -152,8 +152,9 @@ class Replicated:
 
 def _on_meta(name: str) -> ModelError:
     return ModelError(
-        f"{name!r} is on meta; under DistributedDataParallel only frozen parameters may be, and "
-        "wrap needs weights= for them (safetensors, or a Hugging Face folder)"
+        f"{name!r} is on meta, and DistributedDataParallel needs its values; build the model with "
+        "memory, or, if this is a frozen parameter, pass weights= to wrap (safetensors, or a "
+        "Hugging Face folder)"
     )
 
 

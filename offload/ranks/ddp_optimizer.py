@@ -99,10 +99,16 @@ class ReplicatedOptimizer(SpreadOptimizer):
 
     def write_wholes(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``WholeWeights``."""
-        for name, value in values.items():
-            p = self._params[name]
-            if not torch.equal(p, value.to(p.dtype)):  # else its master would be rounded
-                p.copy_(value)
+        changed = {  # the master of another one would be rounded
+            name: value for name, value in values.items()
+            if not torch.equal(self._params[name], value.to(self._params[name].dtype))
+        }  # fmt: skip
+        hooked = {self._numbers_here[n]: changed.pop(n) for n in list(changed.keys())
+                  if n not in self._replicas}  # fmt: skip
+        if hooked:  # first, since these may be refused
+            self._engine.external_forward.replace(hooked)
+        for name, value in changed.items():
+            self._params[name].copy_(value)
 
     def _whole_of(self, name: str, rows: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         if (replica := self._replicas.get(name)) is None:

@@ -182,7 +182,7 @@ def _others(
     world, source, before = sharding.world, RunSource(run, files), None
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
-        device = next(sharding.model.parameters()).device
+        device = sharding.device
         before = _Before(sharding.model, optimizer, device)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, sharding.model, optimizer, config)

@@ -109,6 +109,11 @@ class Sharding:
         made.stay = isinstance(way, Replicated)
         return made
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's trained parameters; frozen ones may be elsewhere."""
+        return max(self.model.parameters(), key=lambda p: p.requires_grad).device
+
     def offload_frozen(self) -> None:
         """Let frozen weights leave the device under DDP, too, where each rank has them whole."""
         self._way.offload_frozen()
@@ -179,9 +184,7 @@ class Sharding:
                 )
             if config.durable and self.world.rank == 0:
                 warn_not_committed(self.model)
-        # Frozen ones may be elsewhere.
-        first = max(self.model.parameters(), key=lambda p: p.requires_grad)
-        device = config.device or str(first.device)
+        device = config.device or str(self.device)
         self._way.cast(config.weight_dtype)
         whole = replace(config, device=device)
         measured = self._rates(whole, optimizer)

@@ -92,7 +92,7 @@ def difference(
             if groups[name] is not None:
                 frozen, trained = trained, frozen
             return f"{name!r} is frozen in {frozen} and trained in {trained}"
-    names, own = [u["name"] for u in stored], [u["name"] for u in mine]
+    names, own = ([_as_now(u["name"]) for u in units] for units in (stored, mine))
     if names != own:
         at = next((i for i, (a, b) in enumerate(zip(names, own, strict=False)) if a != b), None)
         if at is None:
@@ -112,6 +112,11 @@ def difference(
         if found is not None:
             return f"unit {there['name']!r}: {found}"
     return None
+
+
+def _as_now(name: str) -> str:
+    """Return a unit's name; older stores of ranks have it as a stand-in's."""
+    return name.replace("(model)", "(root)").replace("/", ".")
 
 
 def _groups(units: Sequence[dict[str, Any]]) -> dict[str, int | None]:

@@ -121,9 +121,9 @@ OF_DDP: list[dict[str, Any]] = [
     {"update": "next_forward", "activations": "host", "accumulate": 2},
 ]  # fmt: skip
 OF_LORA: list[dict[str, Any]] = [
-    {"update": "step", "frozen": "int8", "device_memory": "120KiB"},
-    {"update": "next_forward", "weights": True, "device_memory": "120KiB", "accumulate": 2},
-    {"update": "next_forward", "frozen": "int8", "device_memory": "120KiB",
+    {"update": "step", "frozen": "int8", "device_memory": "140KiB"},
+    {"update": "next_forward", "weights": True, "device_memory": "140KiB", "accumulate": 2},
+    {"update": "next_forward", "frozen": "int8", "device_memory": "140KiB",
      "activations": "recompute"},
 ]  # fmt: skip
 OF_ROWS = [

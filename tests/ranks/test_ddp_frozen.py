@@ -29,10 +29,10 @@ from .spawned import RATES, VOCABULARY, folder_of, loss_of, spawn
 from .test_shared_memory import drop_cached, kept_bytes, read_bytes
 
 WIDTH, STEPS = 64, 3
-TIGHT = {"device_memory": "120KiB"}  # for one unit and little more
+TIGHT = {"device_memory": "140KiB"}  # for one unit and little more
 PLACES: list[dict[str, Any]] = [
     {}, TIGHT, {**TIGHT, "activations": "recompute"}, {**TIGHT, "host_memory": "600KiB", "nvme": 1},
-    {"device": "cpu"}, {"device_memory": "190KiB", "resident": ["layers.1"]},
+    {"device": "cpu"}, {"device_memory": "210KiB", "resident": ["layers.1"]},
     {**TIGHT, "activations": "host"},
 ]  # fmt: skip
 
@@ -60,10 +60,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its frozen embedding is tied to the head, one block runs twice, and one is checkpointed."""
+    """Its frozen embedding is tied to the head, one block runs twice, and one is checkpointed.
+
+    Its first parameter is frozen, and its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.mix = nn.Parameter(torch.eye(WIDTH) + 0.01 * torch.rand(WIDTH, WIDTH))
+        self.mix.requires_grad = False
         self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
         self.layers = nn.ModuleList(Block() for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
@@ -73,7 +78,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.shift * self.still
+        x = self.embed(tokens) @ self.mix + self.shift * self.still
         x = self.layers[2](self.layers[1](self.layers[0](x)))
         x = checkpoint(self.layers[3], self.layers[1](x), use_reentrant=False)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
@@ -143,12 +148,15 @@ def same_losses(rank: int, size: int, folder: Path) -> None:
     """They are DDP's with the unpacked weights, wherever these are."""
     for form in (None, "int8", "nf4"):
         options: dict[str, Any] = {"frozen": form} if form else {"weights": folder / "base"}
-        plain = net()
+        plain, alone = net(), net(empty=form is None)
+        with wrapped(alone, **options):
+            packed = weights_of(alone)
         model = replicated(net(empty=form is None))
         with wrapped(model, **options) as optimizer:
             for name, value in dict(overspill.named_weights(model)).items():
                 mine = plain.get_parameter(name)
                 assert form or torch.equal(value, mine), name
+                assert torch.equal(value, packed[name]), (form, name)
                 mine.data.copy_(value)
         how = {"accumulate": 2, "clip": 0.5} if form == "int8" else {}
         reference = replicated(plain, gradient_as_bucket_view=form == "nf4")
@@ -198,7 +206,8 @@ def held_once(rank: int, size: int, folder: Path) -> None:
             shared = layout_of(optimizer).regions.host_shared
             assert len(layout_of(optimizer).shared_places) >= 2, options
             seen = mapped_bytes("Rss"), mapped_bytes("Pss")
-            assert seen == (shared, shared // size), (options, seen, shared)
+            assert seen[0] == shared, (options, seen)
+            assert abs(seen[1] - shared / size) <= 4096, (options, seen, shared)  # it is rounded
             if "frozen" in options:
                 less = shared - shared // size
                 assert optimizer.memory["host"].held_bytes <= alone - less + 65536
@@ -211,7 +220,7 @@ def held_once(rank: int, size: int, folder: Path) -> None:
 def read_once(rank: int, size: int, folder: Path) -> None:
     """What host memory has no room for is read by each rank in each pass, but from disk once."""
     model = replicated(net(empty=True))
-    options = {"weights": folder / "base", "host_memory": "16.4MiB"}
+    options = {"weights": folder / "base", "host_memory": f"{8340 * size}KiB"}
     with wrapped(model, **options, **TIGHT) as optimizer:
         assert len(layout_of(optimizer).in_place) >= 4 and not layout_of(optimizer).shared_places
         file = folder / "base" / "model.safetensors"
@@ -279,6 +288,12 @@ def edits(rank: int, size: int, folder: Path) -> None:
         with torch.no_grad():
             model.module.norm.weight.fill_(0.5)
             model.module.still.fill_(2.0)
+        before = weights_of(model)
+        refused = pytest.raises(overspill.OffloadError, match=why)
+        with refused, overspill.materialized(model, writeback=True):
+            for p in model.module.parameters():
+                p.data += 1.0
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
         with overspill.materialized(model, writeback=True):
             model.module.norm.bias.data.fill_(0.25)
         optimizer.commit()
@@ -313,7 +328,7 @@ def resumes(rank: int, size: int, folder: Path) -> None:
             with optimizer:
                 assert layout_of(optimizer).shared_places, (form, number)
                 losses = train(model, optimizer, rank, STEPS)
-                if number == 0 and form:  # it is packed again
+                if (number == 0 and form) or size > 2:  # packed again, or summed by DDP otherwise
                     assert losses == pytest.approx(expected, rel=1e-5)
                     continue
                 assert losses == expected, (form, number)
@@ -352,7 +367,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             wrapped(model, **options)  # type: ignore[arg-type]
-    with pytest.raises(overspill.OffloadError, match="wrap needs weights= for them"):
+    with pytest.raises(overspill.OffloadError, match="pass weights= to wrap"):
         wrapped(replicated(net(empty=True)), frozen="int8")
     train(model, adamw(model), rank)
 

@@ -132,7 +132,7 @@ def of_ddp(rank: int, size: int, folder: Path) -> None:
         inside, ["head.weight", "head.bias"]
     )
     model = DistributedDataParallel(inside)
-    refused("and wrap needs weights= for them", model)
+    refused("if this is a frozen parameter, pass weights= to wrap", model)
     trains(model, rank, weights=file, resident=["head"])
     model = DistributedDataParallel(net())
     optimizer = wrapped(model)

@@ -272,7 +272,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/whole_params.py", "edit weights in the same"): (
         "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
-    ("offload/ranks/ddp.py", "and wrap needs weights= for them"): (
+    ("offload/ranks/ddp.py", "if this is a frozen parameter, pass weights= to wrap"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/ddp.py", "over; use update='next_forward'"): (
