@@ -285,17 +285,24 @@ class Items:
             evictions would not free enough.
         """
         tier = arena.tier
-        victims: list[tuple[int, int, Item, Copy]] = []
+        idle: list[tuple[Item, Copy]] = []
         for item in tenants:
             copy = item.copy(tier)
             assert copy is not None
-            if copy.holds or not copy.slot.nbytes or not self.may_drop(item, tier):
-                continue
+            if not copy.holds and copy.slot.nbytes and self.may_drop(item, tier):
+                idle.append((item, copy))
+        # Uses take the most time to look up, and often not even all of them would be enough.
+        if not idle or not arena.fits_after(nbytes, [copy.slot for _, copy in idle]):
+            return None, []
+        victims: list[tuple[int, int, Item, Copy]] = []
+        for item, copy in idle:
             policy = self._policies[item.key.kind]
             use = policy.next_use(item, tier)
             if use > distance and not policy.spares(item, tier, spare):
                 victims.append((use, item.key.number, item, copy))
-        if not victims or not arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims]):
+        if len(victims) < len(idle) and not (
+            victims and arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims])
+        ):
             return None, []
         victims.sort(key=lambda victim: (-victim[0], victim[1]))
         for number, (_, _, item, _) in enumerate(victims, 1):

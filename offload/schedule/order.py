@@ -16,6 +16,8 @@ class Use(enum.Enum):
     COMPUTE = "compute"
     UPDATE = "update"
 
+    __hash__ = object.__hash__  # Enum's own is slow, and uses are dict keys
+
 
 class Order:
     """The order of uses recorded in the last step, which predicts the uses of the current one.
@@ -35,7 +37,8 @@ class Order:
 
     def __init__(self, longest: int, moving: Mapping[Use, Sequence[bool]]) -> None:
         self._events: list[tuple[Use, int]] = []
-        self._positions: dict[tuple[Use, int], list[int]] = {}
+        # By use and unit, where it is in the record.
+        self._positions: dict[Use, dict[int, list[int]]] = {use: {} for use in Use}
         self._cursor = 0
         self._recording: list[tuple[Use, int]] = []
         self._longest, self._moving = longest, moving
@@ -92,7 +95,7 @@ class Order:
         return not sequence
 
     def _go_to(self, event: tuple[Use, int], *, behind: bool) -> None:
-        ahead = self._ahead(event)
+        ahead = self._ahead(*event)
         if ahead < NEVER:
             self._cursor = (self._cursor + ahead + behind) % len(self._events)
 
@@ -100,9 +103,9 @@ class Order:
         """End a step: what was recorded since the last end becomes the order of the next step."""
         self._events, self._recording, self._cursor = self._recording, [], 0
         self._recorded_ahead.clear()
-        self._positions, self._moves = {}, []
+        self._positions, self._moves = {use: {} for use in Use}, []
         for position, (use, unit) in enumerate(self._events):
-            self._positions.setdefault((use, unit), []).append(position)
+            self._positions[use].setdefault(unit, []).append(position)
             if self._moving[use][unit]:
                 self._moves.append(position)
         needed = (self._events[position] for position in self._moves)
@@ -110,8 +113,8 @@ class Order:
         self._needed = [unit for unit, _ in groupby(units)]
         self._needed_turn, self._last_needed = 0, None
 
-    def _ahead(self, event: tuple[Use, int]) -> int:
-        positions = self._positions.get(event)
+    def _ahead(self, use: Use, unit: int) -> int:
+        positions = self._positions[use].get(unit)
         if not positions:
             return NEVER
         at = bisect_left(positions, self._cursor)
@@ -121,7 +124,7 @@ class Order:
 
     def next_use(self, use: Use, unit: int) -> int:
         """Return how many uses away the unit's next such use is; ``NEVER`` if none is known."""
-        ahead = self._ahead((use, unit))
+        ahead = self._ahead(use, unit)
         if use is Use.COMPUTE and unit in self._unlikely and ahead < NEVER:
             ahead += len(self._events)  # probably skipped this time
         return ahead

@@ -81,7 +81,10 @@ class Weights:
 
     def next_compute(self, unit: int) -> int:
         """Return how many uses away the next compute with the unit is."""
-        return min(self.order.next_use(Use.COMPUTE, user) for user in self.layout.users[unit])
+        users = self.layout.users[unit]
+        if len(users) == 1:  # mostly
+            return self.order.next_use(Use.COMPUTE, users[0])
+        return min(self.order.next_use(Use.COMPUTE, user) for user in users)
 
     def compute_copy(self, unit: int) -> Copy | None:
         """Return the copy that compute uses, if there is one."""
