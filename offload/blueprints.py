@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def _blueprint(
     updates = updates_of(rules, optimizer, config)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
-        pinned=pinned_units(model, parts, config.resident or ()),
+        pinned=pinned_units(model, parts, config.resident or ()), named=bool(config.resident),
         activations=config.activations, recomputable=_recomputable(model, parts, config),
         in_place=frozenset(sources.ranges), sharers=sharers(model), work_of=updates.work_of,
         could_tile=_could_tile(model, config), packed_itemsize=_packed(parts, config, accelerator),
@@ -303,7 +304,9 @@ def _sources(
         return parts, NO_SOURCES
     matched = match_weights(config.weights, model, parts)
     other_tensors(matched, model, parts, config.ignore_weights or ())  # checks
-    return read_in_place(matched.files, matched.names, parts)
+    parts, sources = read_in_place(matched.files, matched.names, parts)
+    path = config.weight_files
+    return parts, replace(sources, root=path if isinstance(path, Path) else None)
 
 
 def _recomputable(model: nn.Module, parts: Partition, config: OffloadConfig) -> frozenset[int]:

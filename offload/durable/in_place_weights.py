@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..io_engine.file_ranges import RangeReader, state_of
+from ..io_engine.file_ranges import RangeReader
 from ..planning.sources import described_sources
 
 Bytes = NDArray[np.uint8]
@@ -38,13 +38,9 @@ class InPlaceReader:
             OffloadError: a file is missing.
         """
         sources = described_sources(description, digests, moved)
-        self.paths = sources.files
-        kept = description["sources"]["files"] if sources.files else []
-        # Whether a file was written to, or moved without its time, since the store was made.
-        self.written = any(
-            state_of(path).mtime_ns != file["mtime_ns"]
-            for path, file in zip(self.paths, kept, strict=True)
-        )
+        self.paths, self.root = sources.files, sources.root
+        # The units that the commit has a checksum of.
+        self.digested = sorted(sources.ranges.keys() & digests.keys())
         self._ranges, self._checked = sources.ranges, set[int]()
         self._reader = RangeReader(sources.files) if sources.ranges else None
         for unit, digest in digests.items():

@@ -75,15 +75,19 @@ class StoreSource:
         """The files beside the store that have such weights."""
         return self._files.paths
 
-    def check_files(self) -> None:
-        """Verify all weights that are in files beside the store, if these were written to.
+    @property
+    def root(self) -> Path | None:
+        """The path that was given as ``weights``, or where it is now, if the store has it."""
+        return self._files.root
+
+    def check_files(self, part: int, parts: int) -> None:
+        """Verify one of ``parts`` of the weights in files beside the store.
 
         Raises:
             CorruptionError: they are not what they were.
         """
-        if self._files.written:
-            for unit in self._files.units:
-                self._files.check(unit)
+        for unit in self._files.digested[part::parts]:
+            self._files.check(unit)
 
     def weights(self) -> list[StreamedTensor]:
         """Return every parameter once, then the buffers and the tensors of extra state."""

@@ -45,7 +45,7 @@ class Placement:
         self.visiting = False
         self.unpacked = 0
         self.pages_there: set[int] = set()
-        self._fewer = ", or fewer in resident=" if needs.pinned else ""
+        self._fewer = ", or fewer in resident=" if needs.named else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST

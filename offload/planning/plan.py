@@ -124,6 +124,7 @@ class Needs:
     prefer: Preference = Preference()
     numel: int | None = None  # elements of a state record; ``None``: chosen to fit the budgets
     pinned: frozenset[int] = frozenset()  # units whose weights stay in compute's memory
+    named: bool = False  # whether the user has named some of these
     update_bytes: int = 0  # host memory of the update itself, of parameters updated as a whole
     device_update_bytes: int = 0  # the same on the device
     work_of: WorkOf = lambda chunk: None  # of updates as a whole
@@ -256,8 +257,10 @@ class PlanDetail:
     def about_fitting(self) -> str:
         """The budgets that would fit, as the end of a message."""
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
-        divided = f", divided among {self.ranks} ranks" if self.ranks > 1 else ""
-        return f". Budgets that would fit: {sizes}{divided}" if sizes else ""
+        shared = [option for option in self.fitting if option != "device_memory"]
+        if self.ranks > 1 and shared:
+            sizes += f" ({' and '.join(shared)}: of all {self.ranks} ranks of the machine)"
+        return f". Budgets that would fit: {sizes}" if sizes else ""
 
     @property
     def about_activations(self) -> str:

@@ -23,11 +23,13 @@ class Sources:
         ranges: by unit, the positions of its weights in the files and in its slot.
         states: the states of the files when ``ranges`` were determined; ``None``: use their current
             states.
+        root: the path that the user gave as ``weights``, if it was one.
     """
 
     files: tuple[Path, ...] = ()
     ranges: Mapping[int, FileRanges] = field(default_factory=dict)
     states: tuple[FileState, ...] | None = None
+    root: Path | None = None
 
 
 NO_SOURCES = Sources()
@@ -36,6 +38,7 @@ NO_SOURCES = Sources()
 def describe_sources(sources: Sources, in_place: Iterable[int]) -> dict[str, Any]:
     """Return the files and the ranges of the units that are read in place, as JSON values."""
     return {
+        "root": None if sources.root is None else str(sources.root),
         "files": [
             {"path": str(path), "nbytes": state.nbytes, "mtime_ns": state.mtime_ns}
             for path, state in zip(sources.files, _states(sources), strict=True)
@@ -96,10 +99,11 @@ def described_sources(
     if not kept or not kept["units"]:
         return NO_SOURCES
     paths = [Path(file["path"]) for file in kept["files"]]
+    root = Path(kept["root"]) if kept.get("root") else None  # older stores have none
     if isinstance(moved, Mapping):
         paths = _moved_by_model(description, moved)
     elif moved is not None:
-        paths = _moved(paths, moved)
+        paths, root = _moved(paths, moved, root), moved.absolute()
     for path, file in zip(paths, kept["files"], strict=True):
         found = path.stat().st_size if path.is_file() else None
         if found != file["nbytes"]:
@@ -123,7 +127,7 @@ def described_sources(
                 "before all weights in it were first read, so it is not known whether they are the "
                 "same; restore the file with its time (cp -p), or wrap the model again"
             )
-    return Sources(tuple(paths), ranges)
+    return Sources(tuple(paths), ranges, root=root)
 
 
 def _moved_by_model(description: Mapping[str, Any], moved: Mapping[str, Path]) -> list[Path]:
@@ -143,9 +147,16 @@ def _moved_by_model(description: Mapping[str, Any], moved: Mapping[str, Path]) -
     return paths
 
 
-def _moved(paths: Sequence[Path], place: Path) -> list[Path]:
-    """Return the paths of files that are in the folder ``place`` now, or are this one file."""
+def _moved(paths: Sequence[Path], place: Path, root: Path | None = None) -> list[Path]:
+    """Return the paths of files that are in the folder ``place`` now, or are this one file.
+
+    Args:
+        root: the folder that they were in, or the only file; ``None``: it is not known.
+    """
     if place.is_file() and len(paths) == 1:
         return [place.absolute()]
-    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    if root is not None and root in paths:
+        root = root.parent
+    if root is None or not all(path.is_relative_to(root) for path in paths):
+        root = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     return [place.absolute() / path.relative_to(root) for path in paths]

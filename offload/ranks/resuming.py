@@ -69,7 +69,7 @@ def resumed_shards(
         config = OffloadConfig.from_options({"nvme": folders, **_given(options)})
         world, files = sharding.world, config.weight_files
         run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
-        if _leave_device(run, files):
+        if sharding.lacks_values or _leave_device(run, files):
             sharding.offload_frozen()
         sharding.refuse(config)
         world.gathered(None)  # no rank changes a store before all have read it
@@ -92,21 +92,26 @@ def resumed_whole(
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """Resume on one rank from the stores of several. See ``resume``."""
     given = OffloadConfig.from_options({"nvme": folders, **_given(options)})
-    source = RunSource(run, given.weight_files)
+    source, before = RunSource(run, given.weight_files), None
     try:
         optimizer = optimizer or _optimizer(model, source)
+        before = _Before(model, optimizer, memory_of(options.get("device")))
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, model, optimizer, config)
         config = _in_place(config, source, 0, 1)
         regions = {name: (p, TensorRegion.all_of(p.shape)) for name, p in model.named_parameters()}
         for name, (p, region) in regions.items():
             dtype = config.weight_dtype or p.dtype
-            torch_private.become(p, _weight(source, name, p, region, dtype))
+            before.replace(p, _weight(source, name, p, region, dtype))
         extra = _fill(model, optimizer, source, regions, 0, memory_of(config.device))
         make = partial(OffloadedOptimizer, inner=optimizer)
         made = opened(model, optimizer, config, _from_step(run.step, make))
         log.info("overspill: resumed at step %d, of %d ranks' stores", run.step, len(run.stores))
         return made, extra
+    except BaseException:
+        if before is not None:
+            before.restore()
+        raise
     finally:
         source.close()
 
@@ -331,7 +336,7 @@ def _fill(
 
 
 class _Before:
-    """The former state of a model and its optimizer, except for optimizer state."""
+    """The former state of a model and its optimizer."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
@@ -341,6 +346,7 @@ class _Before:
             for group in optimizer.param_groups
         ]
         self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+        self._state, self._kept_state = optimizer.state, dict(optimizer.state)
         self._device, self._random = device, random_states(device)
         self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
 
@@ -356,6 +362,8 @@ class _Before:
             group.update(kept)
         for buffer, value in self._buffers:
             buffer.detach().copy_(value)
+        self._state.clear()
+        self._state.update(self._kept_state)
         restore_random_states(self._random, self._device)
 
 

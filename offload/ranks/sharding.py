@@ -114,6 +114,11 @@ class Sharding:
         """The device of the model's trained parameters; frozen ones may be elsewhere."""
         return max(self.model.parameters(), key=lambda p: p.requires_grad).device
 
+    @property
+    def lacks_values(self) -> bool:
+        """Whether a parameter is on ``meta``."""
+        return any(p.is_meta for p in self.model.parameters())
+
     def offload_frozen(self) -> None:
         """Let frozen weights leave the device under DDP, too, where each rank has them whole."""
         self._way.offload_frozen()
@@ -221,7 +226,8 @@ class Sharding:
             devices = [nbytes for rank in mine if (nbytes := found[rank][2]) is not None]
             if devices:
                 made = plan(replace(config, device_memory=min(devices), leave=0))
-        return replace(made, plan=fitting_machine(made.plan, self.world.local_size))
+        needs = self.world.gathered(made.plan.detail.fitting)
+        return replace(made, plan=fitting_machine(made.plan, self.world.local_size, needs))
 
     def _share_nothing(self) -> None:
         shared, self.shards.shared_memory = self.shards.shared_memory, None

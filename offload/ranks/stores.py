@@ -191,15 +191,17 @@ class RunSource:
         return frozenset(map(self._named, there - elsewhere))
 
     def files_in_place(self, rank: int, ranks: int) -> Path:
-        """Return the folder of these files, or the only one.
+        """Return the path that was given as ``weights``, or where it is now.
 
-        They are verified if they were written to, some by each of the ``ranks`` that call this.
+        Each of the ``ranks`` that call this verifies a part of the weights in these files.
 
         Raises:
             CorruptionError: they are not what they were.
         """
-        for source in self._sources[rank::ranks]:
-            source.check_files()
+        for source in self._sources:
+            source.check_files(rank, ranks)
+        if (root := next((each.root for each in self._sources if each.files), None)) is not None:
+            return root
         paths = sorted({path for source in self._sources for path in source.files})
         return paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
 

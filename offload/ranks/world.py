@@ -356,17 +356,22 @@ def rates_of_rank(whole: Rates, ranks: int, cpu_share: float, *, on_cpu: bool) -
     return replace(whole, **{k: v * shares[k] for k, v in found.items() if v is not None})
 
 
-def fitting_machine(plan: Plan, ranks: int) -> Plan:
-    """Return the plan of a rank, with the budgets that would fit as users give them.
+def fitting_machine(plan: Plan, ranks: int, needs: Sequence[Mapping[str, str]] = ()) -> Plan:
+    """Return the plan of a rank, with the budgets that would fit all ranks, as users give them.
 
     Args:
         ranks: those of its machine, among which host memory and disk space are divided.
+        needs: what would fit each rank; default: the plan's rank has the most rows.
     """
-    if ranks == 1 or not plan.detail.fitting:
+    if not plan.detail.fitting:
         return plan
-    fitting = dict(plan.detail.fitting)
-    for option in {"host_memory", "nvme_memory"} & fitting.keys():
-        fitting[option] = format_budget(ranks * (parse_size(fitting[option], option).nbytes or 0))
+    every, fitting = (*needs, plan.detail.fitting), dict[str, str]()
+    for option in dict.fromkeys(option for each in every for option in each):
+        most = max(
+            parse_size(each[option], option).nbytes or 0
+            for each in every if option in each
+        )  # fmt: skip
+        fitting[option] = format_budget(most * (1 if option == "device_memory" else ranks))
     return replace(plan, detail=replace(plan.detail, fitting=fitting, ranks=ranks))
 
 

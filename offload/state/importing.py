@@ -120,11 +120,6 @@ class MatchedFiles(NamedTuple):
     used: frozenset[str]
     alone: bool = False
 
-    def missing(self, parameters: Sequence[nn.Parameter]) -> MatchedFiles:
-        """Return the tensors of parameters on ``meta`` alone."""
-        names = {index: name for index, name in self.names.items() if parameters[index].is_meta}
-        return self._replace(names=names, alone=True)
-
 
 def match_weights(
     weights: Path | Mapping[str, Path] | MissingWeights, model: nn.Module, parts: Partition
@@ -137,10 +132,10 @@ def match_weights(
         ValueError: see ``open_weights`` and ``match_files``.
     """
     if isinstance(weights, MissingWeights):
-        return match_weights(weights.path, model, parts).missing(parts.parameters)
+        return _match_missing(weights.path, model, parts)
     files = open_weights(weights, whole_model(model))
     if isinstance(model, StandInModel):
-        return _match_regions(files, model, parts)
+        return _match_regions(files, model, parts, list(model.whole.parameters()))
     found: dict[int, str] = {}
     if isinstance(files, JoinedFiles):
         for prefix, each, own in files.parts:
@@ -151,9 +146,24 @@ def match_weights(
     return MatchedFiles(files, found, frozenset(found.values()))
 
 
-def _match_regions(files: TensorFiles, model: StandInModel, parts: Partition) -> MatchedFiles:
-    """Return the regions in files of a rank's shards."""
-    every = list(model.whole.parameters())
+def _match_missing(path: Path, model: nn.Module, parts: Partition) -> MatchedFiles:
+    """Do as ``match_weights`` for parameters on ``meta`` alone: the files may lack others."""
+    files = open_weights(path, whole_model(model))
+    if isinstance(model, StandInModel):
+        held = [(p, model.local_of.get(id(p))) for p in model.whole.parameters()]
+        wanted = [p for p, local in held if local is not None and local.is_meta]
+        return _match_regions(files, model, parts, wanted)._replace(alone=True)
+    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+    wanted = [p for p in parts.parameters if p.is_meta]
+    found = match_files(files, model, wanted)
+    names = {index_of[id(wanted[number])]: name for number, name in found.items()}
+    return MatchedFiles(files, names, frozenset(names.values()), alone=True)
+
+
+def _match_regions(
+    files: TensorFiles, model: StandInModel, parts: Partition, every: Sequence[nn.Parameter]
+) -> MatchedFiles:
+    """Return the regions in files of a rank's shards of the parameters ``every``."""
     matched = match_files(files, model.whole, every)
     index_of = {id(p): index for index, p in enumerate(parts.parameters)}
     names: dict[int, str] = {}

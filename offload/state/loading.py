@@ -90,7 +90,7 @@ def load(
         finite = resources.contents.load(unit.index, values, first=True)
         if not finite and runtime.store.writer is not None:
             spoil(runtime.executor, unit)
-        taken.free(unit, theirs=files is None and not unit.packed)
+        taken.free(unit, theirs=not unit.packed and names.keys().isdisjoint(specs))
 
     total = sum(u.weight_bytes for u in parts.units)
     with closing(quantised), LongWork("loading weights", total) as done:

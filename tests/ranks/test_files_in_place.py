@@ -6,6 +6,7 @@ What was trained is that of the run, although the files have it too.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -138,25 +139,76 @@ def test_weights_are_for_runs_that_read_them(tmp_path: Path) -> None:
     spawn(2, nothing_in_place, folder_of(tmp_path / "run"), folder_of(tmp_path / "into"))
 
 
+def save_base(folder: Path) -> Weights:
+    """In several files, nested; what is trained is in one of its own. Return the weights."""
+    torch.manual_seed(0)
+    values = {n: t + 0.01 for n, t in net().state_dict().items() if n != "runs"}
+    frozen = [name for name in values if name.endswith(FROZEN)]
+    parts = {"x/one": frozen[::2], "y/two": frozen[1::2],
+             "rest": [*(values.keys() - set(frozen)), "runs"]}  # fmt: skip
+    index = {name: f"{file}.safetensors" for file, names in parts.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for file, names in parts.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        held = {n: values[n] if n in values else torch.tensor(0) for n in names}
+        save_file(held, folder / f"{file}.safetensors")
+    return values
+
+
 def damage(file: Path, name: str) -> None:
-    """Change a bit of a tensor in a safetensors file."""
+    """Change a bit of a tensor in a safetensors file, but not the time of change."""
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
     begin, _ = json.loads(data[8 : 8 + length])[name]["data_offsets"]
     data[8 + length + begin] ^= 1
     file.write_bytes(data)
+    os.utime(file, ns=times)
+
+
+def alone_refused(run: Path, **options: Any) -> None:
+    """After an error, the one process has its model and optimizer as before."""
+    model = net()
+    for name, p in model.named_parameters():
+        p.requires_grad = not name.endswith(FROZEN)
+    before, optimizer = weights_of(model), adamw(model)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    before, state = weights_of(model), {p: s["step"] for p, s in optimizer.state.items()}
+    with pytest.raises(overspill.OffloadError):
+        overspill.resume(model, run, optimizer, **{**OPTIONS, **options})
+    assert all(torch.equal(before[name], value) for name, value in weights_of(model).items())
+    assert {p: s["step"] for p, s in optimizer.state.items()} == state
+
+
+def never_in_place(rank: int, size: int, run: Path, expected: Weights) -> None:
+    """Frozen weights on meta leave the device under DDP, wherever the run had them."""
+    model = model_of("ddp")
+    optimizer, _ = overspill.resume(model, run, adamw(model), **OPTIONS, **tight("ddp", size))
+    with optimizer:
+        found = weights_of(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert any(optimizer.plan.detail.layout.streamed)
+
+
+def test_weights_on_meta_come_from_the_store(tmp_path: Path) -> None:
+    model, run = net(), folder_of(tmp_path / "run")
+    for name, p in model.named_parameters():
+        p.requires_grad = not name.endswith(FROZEN)
+    with overspill.wrap(model, adamw(model), nvme=run, **OPTIONS) as optimizer:
+        train(model, optimizer, 0)
+        expected = weights_of(model)
+    spawn(2, never_in_place, run, expected)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_files_that_were_moved(kind: str, tmp_path: Path) -> None:
     base, moved, run = (folder_of(tmp_path / name) for name in ("base", "moved", "run"))
-    torch.manual_seed(0)
-    values = {n: t + 0.01 for n, t in net().state_dict().items() if n != "runs"}
-    save_file({**values, "runs": torch.tensor(0)}, base / "model.safetensors")
+    values = save_base(base)
     expected = spawn(2, begins, kind, base, run)[0]
     for name, value in values.items():
         assert torch.equal(expected[name], value) == name.endswith(FROZEN), name
-    shutil.copyfile(base / "model.safetensors", moved / "model.safetensors")  # and not its time
+    shutil.copytree(base, moved, copy_function=shutil.copyfile, dirs_exist_ok=True)  # no times
     shutil.rmtree(base)
 
     def again(name: str) -> Path:
@@ -177,7 +229,10 @@ def test_files_that_were_moved(kind: str, tmp_path: Path) -> None:
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[n], value) for n, value in expected.items())
     spawn(2, refused, kind, again("lost"), None, "is not there", tmp_path / "a")
-    damage(moved / "model.safetensors", "layers.1.up.weight")
+    alone_refused(again("small"), weights=moved, host_memory="1KiB")
+    file = next(f for f in sorted(moved.glob("*/*")) if "layers.1.up.weight" in load_file(f))
+    damage(file, "layers.1.up.weight")
+    alone_refused(again("one bad"), weights=moved)
     spawn(
         3, refused, kind, again("bad"), moved, "have changed since the store|rank", tmp_path / "b"
     )
