@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from ..params.operations import changes_in_place
 from ..private import torch_private
+from ..private.reentrancy import called_by
 from .rows import (
     Function,
     Source,
@@ -183,6 +186,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     watches = name in _WATCHES or of_property in _WATCHES
     watched = _deferred_in((tuple(args), kwargs)) if watches else []
     if any(each.family.used for each in watched):
+        # FSDP2 hooks all outputs to know when backward begins; it begins with the loss.
+        if name == "register_hook" and called_by("torch.distributed"):
+            return RemovableHandle(OrderedDict())
         raise ModelError(
             "loss='chunked' has computed the loss without these logits, so they get no gradient; "
             "leave loss out to watch it"

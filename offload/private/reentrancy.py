@@ -102,6 +102,14 @@ def is_engine(frames: Iterable[FrameType]) -> bool:
     return any(f"{f.f_globals.get('__name__')}.".startswith(_AMID) for f in frames)
 
 
+def called_by(package: str) -> bool:
+    """Return whether a tensor's method is called by code in ``package``."""
+    names = (str(frame.f_globals.get("__name__")) for frame in callers())
+    inside = f"{_PACKAGE}.", "torch._", "torch.overrides"  # which run the method
+    outside = (name for name in names if not name.startswith(inside))
+    return next(outside, "").startswith(f"{package}.")
+
+
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 _CLOSEABLE = f"{_PACKAGE}.closeable"
 _AMID = tuple(

@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import overspill
 from overspill.integrations.accelerate import OffloadAccelerator
 from overspill.integrations.transformers import OverspillTrainer
+from overspill.logits import rows
+from overspill.logits.heads import defer_logits
 
 from .spawned import RATES, VOCABULARY, adamw, net, spawn
 
@@ -199,6 +202,31 @@ def trains(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
             assert torch.equal(p, own.detach())
 
 
+def losses_in_chunks(rank: int, size: int, folder: Path, port: int) -> None:
+    """FSDP2 hooks all that its model returns, also logits that the loss has not computed."""
+    join(rank, size, port)
+    dist.init_process_group("gloo")
+    found = []
+    for deferred in (False, True):
+        model: Any = llama()
+        if deferred:
+            defer_logits(model)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer)
+        tokens = torch.arange(4 * 64).reshape(4, 64) % VOCABULARY
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        chunks = mock.patch.multiple(rows, CHUNK_BYTES=4096, LEAST_TOKENS=16)
+        with chunks, overspill.wrap(model, optimizer, **OPTIONS) as wrapped:
+            for _ in range(3):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                wrapped.step()
+                wrapped.zero_grad()
+                found.append(loss.item())
+    assert found[3:] == pytest.approx(found[:3], rel=1e-5) and found[3:] != found[:3]
+    dist.destroy_process_group()
+
+
 def adapted() -> nn.Module:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
@@ -243,8 +271,9 @@ def both(rank: int, size: int, folder: Path, port: int, shards: bool) -> None:
     """In one process a rank, which takes long to import the frameworks."""
     accelerates(rank, size, folder, port, shards)
     trains(rank, size, folder, port, shards)
-    if not shards:
-        trains_adapters(rank, size, folder, port)
+    if shards:
+        dist.destroy_process_group()
+    (losses_in_chunks if shards else trains_adapters)(rank, size, folder, port)
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
