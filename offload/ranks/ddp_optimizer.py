@@ -105,8 +105,9 @@ class ReplicatedOptimizer(SpreadOptimizer):
         }  # fmt: skip
         hooked = {self._numbers_here[n]: changed.pop(n) for n in list(changed.keys())
                   if n not in self._replicas}  # fmt: skip
+        external_forward = self._engine.external_forward
         if hooked:  # first, since these may be refused
-            self._engine.external_forward.replace(hooked)
+            external_forward.replace(hooked)
         for name, value in changed.items():
             self._params[name].copy_(value)
 

@@ -173,7 +173,7 @@ def between(rank: int, size: int) -> None:
         with overspill.wrap(model, adamw(model), **given) as optimizer:
             step(model, optimizer, 0, rank)
             loss_of(model, 1, rank).backward()
-            late = pytest.raises(overspill.OffloadError, match=r"layers/0")
+            late = pytest.raises(overspill.OffloadError, match=r"layers.0")
             with late, overspill.materialized(model.layers[0], writeback=True) as layer:
                 edit(layer)
             optimizer.step()
