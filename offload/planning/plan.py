@@ -259,7 +259,7 @@ class PlanDetail:
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
         shared = [option for option in self.fitting if option != "device_memory"]
         if self.ranks > 1 and shared:
-            sizes += f" ({' and '.join(shared)}: of all {self.ranks} ranks of the machine)"
+            sizes += f" ({' and '.join(shared)}: in total for the machine's {self.ranks} ranks)"
         return f". Budgets that would fit: {sizes}" if sizes else ""
 
     @property

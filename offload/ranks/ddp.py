@@ -121,14 +121,14 @@ class Replicated:
     def refuse(self, config: OffloadConfig) -> None:
         if config.precision is not None:
             raise ValueError(
-                "precision= is not for DistributedDataParallel, which has reserved memory for "
-                "gradients of the model's dtype; convert the model before DDP takes it, or shard "
-                "it with fully_shard"
+                "precision= is not supported under DistributedDataParallel, which has reserved "
+                "memory for gradients of the model's dtype; convert the model before creating DDP, "
+                "or shard it with fully_shard"
             )
         if config.resident is not None and not self.hooked:
             raise ValueError(
-                "resident= is not for DistributedDataParallel unless frozen= or weights= is given: "
-                "all weights stay on the device; leave it out"
+                "resident= has no effect under DistributedDataParallel without frozen= or "
+                "weights=, since all weights stay on the device; leave it out"
             )
         for part in self.parts:
             for shard in part.shards:
@@ -153,8 +153,8 @@ class Replicated:
 def _on_meta(name: str) -> ModelError:
     return ModelError(
         f"{name!r} is on meta, and DistributedDataParallel needs its values; build the model with "
-        "memory, or, if this is a frozen parameter, pass weights= to wrap (safetensors, or a "
-        "Hugging Face folder)"
+        "memory, or, if this is a frozen parameter that DDP ignores, pass weights= to wrap "
+        "(safetensors, or a Hugging Face folder)"
     )
 
 

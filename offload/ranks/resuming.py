@@ -149,7 +149,7 @@ def _require_units(sharding: Sharding, store: FoundStore, files: Files) -> None:
         raise StoreError(
             f"the stores in {store.directories[0].parent} are of a model that was spread in "
             "another way (FSDP2 or DistributedDataParallel, another mesh, or fully_shard of other "
-            "modules); pass nvme= with another folder to go on in"
+            "modules); pass nvme= with another folder to continue in"
         )
 
 

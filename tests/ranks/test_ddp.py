@@ -266,7 +266,8 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(overspill.BudgetError) as caught:
         overspill.wrap(model, adamw(model), device="cpu", rates=RATES, host_memory="64KiB")
     told = re.search(
-        r"would fit: host_memory='(\w+)' \(host_memory: of all (\d) ranks", str(caught.value)
+        r"would fit: host_memory='(\w+)' \(host_memory: in total for the machine's (\d) ranks",
+        str(caught.value),
     )
     assert told is not None and int(told[2]) == size, caught.value
     least = int(told[1].removesuffix("KiB"))

@@ -362,7 +362,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     model = replicated(net())
     for options, why in (
         ({"precision": "bf16"}, "reserved memory for gradients"),
-        ({"resident": ["layers.1"]}, "unless frozen= or weights= is given"),
+        ({"resident": ["layers.1"]}, "without frozen= or weights=, since all"),
         ({"weights": folder / "base", "update": "backward"}, "final only when backward is over"),
     ):
         with pytest.raises(ValueError, match=why):

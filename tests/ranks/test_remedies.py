@@ -122,8 +122,8 @@ def of_ddp(rank: int, size: int, folder: Path) -> None:
     model = DistributedDataParallel(net())
     file = folder / f"ddp-{rank}.safetensors"
     save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
-    refused("unless frozen= or weights= is given", model, resident=["head"])
-    refused("convert the model before DDP takes it", model, precision="bf16")
+    refused("without frozen= or weights=, since all", model, resident=["head"])
+    refused("convert the model before creating DDP", model, precision="bf16")
     trains(model, rank)
     trains(DistributedDataParallel(net(torch.bfloat16)), rank)
     inside = net()
@@ -132,7 +132,7 @@ def of_ddp(rank: int, size: int, folder: Path) -> None:
         inside, ["head.weight", "head.bias"]
     )
     model = DistributedDataParallel(inside)
-    refused("if this is a frozen parameter, pass weights= to wrap", model)
+    refused("if this is a frozen parameter that DDP ignores, pass weights=", model)
     trains(model, rank, weights=file, resident=["head"])
     model = DistributedDataParallel(net())
     optimizer = wrapped(model)
@@ -220,7 +220,7 @@ def of_stores(rank: int, size: int, folder: Path) -> None:
     model = sharded()
     with pytest.raises(overspill.OffloadError, match="spread in another way") as caught:
         overspill.resume(model, run, adamw(model), **OPTIONS)
-    assert "pass nvme= with another folder to go on in" in str(caught.value)
+    assert "pass nvme= with another folder to continue in" in str(caught.value)
     other = folder_of(folder / "other")
     again, _ = overspill.resume(model, run, adamw(model), nvme=other, **OPTIONS)
     with again:

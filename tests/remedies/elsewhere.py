@@ -23,10 +23,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/planned.py", "give tokens= instead"): (
         "tests/ranks/test_planned.py::test_what_cannot_be_planned"
     ),
-    ("offload/ranks/ddp.py", "convert the model before DDP takes it, or shard it with"): (
+    ("offload/ranks/ddp.py", "convert the model before creating DDP, or shard it with"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/ranks/ddp.py", "all weights stay on the device; leave it out"): (
+    ("offload/ranks/ddp.py", "since all weights stay on the device; leave it out"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/sharding.py", "whose head may be on other ranks; leave it out"): (
@@ -170,7 +170,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "offload/ranks/spread_optimizers.py",
         "there; end the run, resume it, and lower the learning rate in",
     ): ("tests/ranks/test_remedies.py::test_remedies"),
-    ("offload/ranks/resuming.py", "modules); pass nvme= with another folder to go on"): (
+    ("offload/ranks/resuming.py", "modules); pass nvme= with another folder to continue in"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     (
@@ -272,9 +272,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/whole_params.py", "edit weights in the same"): (
         "tests/ranks/test_materialized.py::test_a_layer_is_read_and_edited"
     ),
-    ("offload/ranks/ddp.py", "if this is a frozen parameter, pass weights= to wrap"): (
-        "tests/ranks/test_remedies.py::test_remedies"
-    ),
+    (
+        "offload/ranks/ddp.py",
+        "if this is a frozen parameter that DDP ignores, pass weights= to wrap",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
     ("offload/ranks/ddp.py", "over; use update='next_forward'"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
