@@ -80,7 +80,8 @@ class Group:
 def _arms(plan: Plan, store: Path, quick: bool) -> list[Group]:
     room = 64 << 20 if quick else RANKS * GIB
     small = RANKS * (32 << 20) if quick else RANKS * (180 << 20)
-    streamed = parameters(plan.shape) * 4 // RANKS * 2 // 3  # of weights, a third is elsewhere
+    # The rest of the weights is elsewhere; a unit of a small model is a large part of it.
+    streamed = int(parameters(plan.shape) * 4 / RANKS * (3 / 4 if quick else 2 / 3))
     disk = {"host_memory": small, "durable": False}
     folders = {}
     for name in ("fsdp", "durable", "ddp"):
