@@ -89,7 +89,7 @@ class ReplicatedOptimizer(SpreadOptimizer):
         super().__init__(engine, inner, bridge, shards, holder)
         self._bridge, self._world = bridge, world
         self._replicas = {replica.name: replica for replica in bridge.replicas}
-        # Those that the engine has, too; each waits for its weights when it is used.
+        # Also of parameters that the engine has; each waits for its weights when it is used.
         self._params = dict(holder.model.named_parameters())
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
