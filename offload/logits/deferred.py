@@ -187,7 +187,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     watched = _deferred_in((tuple(args), kwargs)) if watches else []
     if any(each.family.used for each in watched):
         # FSDP2 hooks all outputs to know when backward begins; it begins with the loss.
-        if name == "register_hook" and called_by("torch.distributed"):
+        if name == "register_hook" and called_by("torch.distributed.fsdp"):
             return RemovableHandle(OrderedDict())
         raise ModelError(
             "loss='chunked' has computed the loss without these logits, so they get no gradient; "

@@ -130,10 +130,6 @@ class Replicated:
                 "resident= has no effect under DistributedDataParallel without frozen= or "
                 "weights=, since all weights stay on the device; leave it out"
             )
-        for part in self.parts:
-            for shard in part.shards:
-                if shard.param.is_meta:
-                    raise _on_meta(shard.name)
         if config.update == "backward":
             raise ValueError(
                 "update='backward' is not for DistributedDataParallel: its gradients are final "

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..config import MissingWeights, OffloadConfig
 from ..durable.commits import restore_groups
-from ..durable.meta import random_states, regions_of, restore_random_states
+from ..durable.meta import decode_facts, random_states, regions_of, restore_random_states
 from ..durable.resume import (
     formats_of,
     optimizer_for,
@@ -27,10 +27,11 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
+from ..planning.blueprint import Blueprint
 from ..planning.regions import TensorRegion
 from ..private import torch_private
 from ..state.unmanaged import UnmanagedState
-from ..wrapping import opened, reopened
+from ..wrapping import MakeBlueprint, opened, reopened
 from .filling import memory_of
 from .sharding import Sharding, on_all_ranks
 from .stores import RunSource, RunStores, find_run, names_in
@@ -69,13 +70,13 @@ def resumed_shards(
         config = OffloadConfig.from_options({"nvme": folders, **_given(options)})
         world, files = sharding.world, config.weight_files
         run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
-        if sharding.lacks_values or _leave_device(run, files):
+        if sharding.lacks_values or _leave_device(run):
             sharding.offload_frozen()
         sharding.refuse(config)
         world.gathered(None)  # no rank changes a store before all have read it
         same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
         if same:
-            _require_units(sharding, run.stores[world.rank], files)
+            _require_units(sharding, run.stores[world.rank])
             with _agreed(run, world.rank) as store:
                 made = _same(sharding, store, optimizer, options, files)
         else:
@@ -100,12 +101,24 @@ def resumed_whole(
         _require_like(source, model, optimizer, config)
         config = _in_place(config, source, 0, 1)
         regions = {name: (p, TensorRegion.all_of(p.shape)) for name, p in model.named_parameters()}
-        for name, (p, region) in regions.items():
-            dtype = config.weight_dtype or p.dtype
-            before.replace(p, _weight(source, name, p, region, dtype))
+        for name in source.in_place:
+            before.replace(regions[name][0], _weight(source, name, *regions[name]))
+
+        def filled(plan: MakeBlueprint, config: OffloadConfig) -> Blueprint:
+            """Read weights once they are known to fit, so that few are in memory twice."""
+            planned = plan(config)
+            if planned.plan.fits or planned.plan.detail.activations_short:
+                before.forget_weights()
+                for name, (p, region) in regions.items():
+                    if name in source.in_place:
+                        continue
+                    value = _weight(source, name, p, region, config.weight_dtype or p.dtype)
+                    torch_private.become(p, value)
+            return planned
+
         extra = _fill(model, optimizer, source, regions, 0, memory_of(config.device))
         make = partial(OffloadedOptimizer, inner=optimizer)
-        made = opened(model, optimizer, config, _from_step(run.step, make))
+        made = opened(model, optimizer, config, _from_step(run.step, make), filled)
         log.info("overspill: resumed at step %d, of %d ranks' stores", run.step, len(run.stores))
         return made, extra
     except BaseException:
@@ -131,7 +144,7 @@ def _agreed(run: RunStores, rank: int) -> OwnedStore:
     return own_store(directories)
 
 
-def _require_units(sharding: Sharding, store: FoundStore, files: Files) -> None:
+def _require_units(sharding: Sharding, store: FoundStore) -> None:
     """Require stores of a model that was spread in the same way.
 
     Raises:
@@ -139,11 +152,7 @@ def _require_units(sharding: Sharding, store: FoundStore, files: Files) -> None:
     """
     theirs = sorted(names_in(store))
     mine = sorted(name for name, _ in sharding.shards.named_parameters())
-    source = RunSource(RunStores([store]), files)
-    try:
-        places = source.facts_of(0).get("regions", {})
-    finally:
-        source.close()
+    places = decode_facts(store.last().meta).get("regions", {})
     alike = theirs == mine and places in ({}, regions_of(sharding.shards))
     if not all(sharding.world.gathered(alike)):
         raise StoreError(
@@ -217,18 +226,14 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _leave_device(run: RunStores, files: Files) -> bool:
+def _leave_device(run: RunStores) -> bool:
     """Return whether frozen weights may leave the device under DDP, as in the run so far.
 
     A run on one device, or under FSDP2, has packed them or reads them in place.
     """
-    source, description = RunSource(run, files), run.stores[0].layout.description
-    try:
-        hooked = bool(source.facts_of(0).get("hooked"))
-    finally:
-        source.close()
-    sources = description.get("sources", {})
-    return hooked or description.get("frozen") is not None or bool(sources.get("units"))
+    description, facts = run.stores[0].layout.description, decode_facts(run.generations[0].meta)
+    in_place = description.get("sources", {}).get("units")
+    return bool(facts.get("hooked") or in_place) or description.get("frozen") is not None
 
 
 def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:
@@ -354,6 +359,10 @@ class _Before:
         """Give a parameter another value."""
         self._weights.append((p, p.detach()))
         torch_private.become(p, value)
+
+    def forget_weights(self) -> None:
+        """Free former values of parameters: from here on, they are not restored."""
+        self._weights.clear()
 
     def restore(self) -> None:
         for p, value in self._weights:

@@ -206,7 +206,8 @@ class Sharding:
         """Return a blueprint with the same shared host memory as those of the ranks that share it.
 
         Plans differ if devices have different memory free. They are then made for the smallest, and
-        if they differ for another reason, nothing is shared. See Note [Shared host memory].
+        if they differ for another reason, nothing is shared. See Note [Shared host memory]. Of a
+        plan that does not fit, the budgets that would fit are those of all ranks.
         """
         made = plan(config)
         for attempt in range(2 if self._may_share else 0):

@@ -26,7 +26,7 @@ from overspill.state.contents import Contents
 from tests.unit.test_shared_memory import mapped_bytes
 
 from .spawned import RATES, VOCABULARY, folder_of, loss_of, spawn
-from .test_shared_memory import drop_cached, kept_bytes, read_bytes
+from .test_shared_memory import kept_bytes, read_from_disk_once
 
 WIDTH, STEPS = 64, 3
 TIGHT = {"device_memory": "140KiB"}  # for one unit and little more
@@ -184,12 +184,6 @@ def same_losses(rank: int, size: int, folder: Path) -> None:
         assert found == pytest.approx(expected, rel=2e-6), form
 
 
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def held_once(rank: int, size: int, folder: Path) -> None:
     """The ranks of a machine map the same host memory, and read files once."""
     for options in {"frozen": "int8"}, {"weights": folder / "base"}:
@@ -224,13 +218,7 @@ def read_once(rank: int, size: int, folder: Path) -> None:
     with wrapped(model, **options, **TIGHT) as optimizer:
         assert len(layout_of(optimizer).in_place) >= 4 and not layout_of(optimizer).shared_places
         file = folder / "base" / "model.safetensors"
-        drop_cached(file)
-        dist.barrier()
-        before, logical = read_bytes(), optimizer.stats.read.bytes
-        train(model, optimizer, rank)
-        moved = gathered((read_bytes() - before, optimizer.stats.read.bytes - logical))
-        from_disk, asked = (sum(each) for each in zip(*moved, strict=True))
-        assert from_disk <= 1.5 * file.stat().st_size <= asked, (from_disk, asked)
+        read_from_disk_once(file, optimizer, lambda: train(model, optimizer, rank))
 
 
 def readers(rank: int, size: int, folder: Path) -> None:
