@@ -101,7 +101,7 @@ def described_sources(
     paths = [Path(file["path"]) for file in kept["files"]]
     root = Path(kept["root"]) if kept.get("root") else None  # older stores have none
     if isinstance(moved, Mapping):
-        paths = _moved_by_model(description, moved)
+        paths, root = _moved_by_model(description, moved), None
     elif moved is not None:
         paths, root = _moved(paths, moved, root), moved.absolute()
     for path, file in zip(paths, kept["files"], strict=True):

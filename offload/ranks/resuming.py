@@ -353,19 +353,25 @@ class _Before:
         self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
         self._state, self._kept_state = optimizer.state, dict(optimizer.state)
         self._device, self._random = device, random_states(device)
-        self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._weights: list[tuple[nn.Parameter, torch.Tensor]] | None = []
 
     def replace(self, p: nn.Parameter, value: torch.Tensor) -> None:
         """Give a parameter another value."""
+        assert self._weights is not None
         self._weights.append((p, p.detach()))
         torch_private.become(p, value)
 
     def forget_weights(self) -> None:
         """Free former values of parameters: from here on, they are not restored."""
-        self._weights.clear()
+        self._weights = None
 
     def restore(self) -> None:
-        for p, value in self._weights:
+        if self._weights is None:
+            log.error(
+                "overspill: the model's former weights could not be given back; they are those of "
+                "the run, or on the meta device: build the model again"
+            )
+        for p, value in self._weights or ():
             torch_private.become(p, value)
         for group, kept in self._groups:
             group.update(kept)

@@ -11,6 +11,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overspill
+from overspill.engine import Engine
 from overspill.ranks.stores import export_run, find_run
 
 from .spawned import RATES, folder_of, loss_of, net, spawn
@@ -181,6 +183,19 @@ def alone_refused(run: Path, **options: Any) -> None:
     assert {p: s["step"] for p, s in optimizer.state.items()} == state
 
 
+def alone_interrupted(run: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> None:
+    """Once weights are read, former ones are gone, which is said; the optimizer is as before."""
+    model = net()
+    for name, p in model.named_parameters():
+        p.requires_grad = not name.endswith(FROZEN)
+    optimizer = adamw(model)
+    fails = mock.patch.object(Engine, "open", side_effect=KeyboardInterrupt)
+    with fails, pytest.raises(KeyboardInterrupt):
+        overspill.resume(model, run, optimizer, **{**OPTIONS, **options})
+    assert "former weights could not be given back" in caplog.text and not optimizer.state
+    assert goes_on(0, 1, "one", run, options["weights"])
+
+
 def never_in_place(rank: int, size: int, run: Path, expected: Weights) -> None:
     """Frozen weights on meta leave the device under DDP, wherever the run had them."""
     model = model_of("ddp")
@@ -202,7 +217,7 @@ def test_weights_on_meta_come_from_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_files_that_were_moved(kind: str, tmp_path: Path) -> None:
+def test_files_that_were_moved(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base, moved, run = (folder_of(tmp_path / name) for name in ("base", "moved", "run"))
     values = save_base(base)
     expected = spawn(2, begins, kind, base, run)[0]
@@ -230,6 +245,7 @@ def test_files_that_were_moved(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(exported[n], value) for n, value in expected.items())
     spawn(2, refused, kind, again("lost"), None, "is not there", tmp_path / "a")
     alone_refused(again("small"), weights=moved, host_memory="1KiB")
+    alone_interrupted(again("interrupted"), caplog, weights=moved)
     file = next(f for f in sorted(moved.glob("*/*")) if "layers.1.up.weight" in load_file(f))
     damage(file, "layers.1.up.weight")
     alone_refused(again("one bad"), weights=moved)

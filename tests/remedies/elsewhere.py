@@ -301,6 +301,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "offload/ranks/sharding.py",
         "the model is wrapped already; call overspill.unwrap(model) first",
     ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/resuming.py", "the run, or on the meta device: build the model again"): (
+        "tests/ranks/test_files_in_place.py::test_files_that_were_moved"
+    ),
     ("offload/ranks/resuming.py", "{}= is for wrap: resume takes the weights of the store"): (
         "tests/ranks/test_files_in_place.py::test_weights_are_for_runs_that_read_them"
     ),
