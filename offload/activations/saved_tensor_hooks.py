@@ -17,7 +17,7 @@ from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
 from ..params.views import View
-from ..private import torch_private
+from ..private import compile_private, torch_private
 from .local_parts import local_part
 from .offloader import SavedHandle, SavedTensorOffloader
 from .untracked_activations import UntrackedStep
@@ -79,7 +79,7 @@ class _Packing:
     def __init__(self, saved: SavedTensors, outer: Hooks | None) -> None:
         self.saved, self.outer = saved, outer
 
-    @torch_private.not_compiled  # torch 2.11 would compile it for what compiled parts save
+    @compile_private.not_compiled  # torch 2.11 would compile it for what compiled parts save
     def __call__(self, t: torch.Tensor) -> Any:
         return self.saved.pack(t, self.outer)
 

@@ -29,8 +29,9 @@ from ..errors import ModelError
 from ..params.param_handle import managed
 from ..planning.sections import Sections, has_sections, split_in, stacks_of
 from ..private import peft_private
+from ..private.compile_private import not_compiled
 from ..private.module_private import put_in_place, with_members
-from ..private.torch_private import become, not_compiled
+from ..private.torch_private import become
 from .expert_products import eager, grouped, product, up_name
 from .foresight import Foresight
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from ..params.operations import changes_in_place
-from ..private import torch_private
+from ..private import compile_private, torch_private
 from ..private.reentrancy import called_by
 from .rows import (
     Function,
@@ -172,7 +172,7 @@ class DeferredLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-@torch_private.not_compiled
+@compile_private.not_compiled
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function with deferred logits among its arguments."""
     if not args and "input" in kwargs:

@@ -436,40 +436,6 @@ def profiler_active() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def not_a_graph(function: F) -> F:
-    """Keep ``torch.compile`` from making a graph of ``function`` itself.
-
-    The functions that it calls may become graphs, and it may become part of a caller's graph.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
-    return function
-
-
-def not_compiled(function: F) -> F:
-    """Make ``torch.compile`` run ``function``, and all that it calls, without tracing."""
-    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # what torch.compiler.disable uses
-
-    @functools.wraps(function)
-    def as_it_is(*args: Any, **more: Any) -> Any:
-        before = set_eval_frame(None)
-        try:
-            return function(*args, **more)
-        finally:
-            set_eval_frame(before)
-
-    # If torch's own code calls it, it is a frame of its own; if compiled code does, it is a call.
-    not_a_graph(as_it_is)
-    as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
-    # The end of the message that ``fullgraph=True`` then raises.
-    as_it_is._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "overspill moves weights where modules begin and end, so no graph of several is whole; "
-        "leave fullgraph=True out, or give it to single blocks (block.compile(fullgraph=True))"
-    )
-    return as_it_is  # type: ignore[return-value]
-
-
 def without_grad(function: F) -> F:
     """Wrap ``function`` to run outside of inference mode, without recording a graph.
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import GradientError, RankError
 from ..params.param_handle import ParamHandle
-from ..private import module_private, torch_private
+from ..private import compile_private, module_private, torch_private
 from ..private.handles import remove_all
 from ..step.external_forward import ExternalForwardAdapter
 from ..step.forward_stack import Inputs
@@ -306,7 +306,7 @@ class ReplicaBridge:
 
 
 def _root(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any], None]:
-    @torch_private.not_compiled
+    @compile_private.not_compiled
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
         bridge = me()
         if bridge is not None:
@@ -316,7 +316,7 @@ def _root(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any], Non
 
 
 def _root_over(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any], None]:
-    @torch_private.not_compiled
+    @compile_private.not_compiled
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         bridge = me()
         if bridge is not None:
@@ -326,7 +326,7 @@ def _root_over(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any]
 
 
 def _reader(me: weakref.ref[ReplicaBridge], unit: int) -> Callable[[nn.Module, Any], None]:
-    @torch_private.not_compiled
+    @compile_private.not_compiled
     def before(_module: nn.Module, _args: Any) -> None:
         bridge = me()
         if bridge is not None:

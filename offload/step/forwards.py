@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..planning.models import entries
-from ..private import torch_private
+from ..private import compile_private
 from ..private.handles import remove_all
 from ..schedule.protocol import Protocol
 from .modelled_compute import token_count
@@ -34,12 +34,12 @@ class Forwards:
         self._protocol, self._over, self._running = protocol, over, running
         me = weakref.ref(self)
 
-        @torch_private.not_compiled
+        @compile_private.not_compiled
         def before(_model: nn.Module, args: Any, kwargs: Any) -> None:
             if (forwards := me()) is not None and forwards._running() <= 1:
                 forwards._begins(args, kwargs)
 
-        @torch_private.not_compiled
+        @compile_private.not_compiled
         def after(_model: nn.Module, _args: Any, _output: Any) -> None:
             if (forwards := me()) is not None and forwards._running() == 0:
                 forwards._ends()

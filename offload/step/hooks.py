@@ -7,8 +7,8 @@ hook having fired.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,11 +23,11 @@ from ..planning.models import entries
 from ..planning.stand_ins import hooked_model
 from ..planning.unit_discovery import direct_parameters, read_ahead
 from ..private import torch_private
+from ..private.compile_private import not_compiled, not_in_graphs
 from ..private.handles import all_or_none, remove_all
 from .forward_stack import ForwardStack, Inputs
 
 Hook = Callable[[nn.Module, Any], None]
-P = ParamSpec("P")
 
 
 class Occasions(Protocol):
@@ -80,15 +80,17 @@ class ModuleHooks:
             self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        me = weakref.ref(self)
+        me, hooked = weakref.ref(self), dict[nn.Module, int]()
         for unit, found in self._onloaded_units.parts.running:
             whole = not found.direct_only and self._saved_offloader is not None
             if self._onloaded_units.moves[unit] or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
+                if self._hooked[unit]:
+                    hooked[found.module] = unit
             elif self._saved_offloader is not None:
                 self._hook_border(me, unit, found.module)
         of_weights = hooked_model(model)
-        self._hook_readers(me, of_weights)
+        self._hook_readers(me, of_weights, hooked)
         self._hook_read_ahead(me, of_weights)
         if self._onloaded_units.accelerator.stream() is not None:
             self._hook_streams(me, of_weights)
@@ -114,21 +116,21 @@ class ModuleHooks:
             if hooks is not None and id(called) == own:
                 hooks.runs(unit)
 
-        self._handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
+        self._handles.append(module.register_forward_pre_hook(not_in_graphs(before), prepend=True))
         if self._saved_offloader is not None and self._saved_offloader.precision:
-            end = module.register_forward_hook(_uncompiled(after), always_call=True)
+            end = module.register_forward_hook(not_in_graphs(after), always_call=True)
             self._handles.append(end)
 
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         own = id(module)  # copies of the module share its hooks, but not the engine
 
-        @torch_private.not_compiled
+        @not_compiled
         def before(called: nn.Module, args: Any, kwargs: Any) -> None:
             hooks = me()
             if hooks is not None and id(called) == own:
                 hooks.before_forward(unit, called, args, kwargs)
 
-        @torch_private.not_compiled
+        @not_compiled
         def after(called: nn.Module, _args: Any, output: Any) -> None:
             hooks = me()
             if hooks is not None and id(called) == own:
@@ -138,11 +140,16 @@ class ModuleHooks:
         self._handles.append(hook)
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _hook_readers(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
+    def _hook_readers(
+        self, me: weakref.ref[ModuleHooks], model: nn.Module, hooked: Mapping[nn.Module, int]
+    ) -> None:
         """Make modules that may read weights of resident units wait for their update.
 
         These are the unit's own module and all modules, anywhere in the model, that hold a
         parameter of it.
+
+        Args:
+            hooked: modules whose own hooks bring their unit up to date.
         """
         parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
@@ -162,9 +169,11 @@ class ModuleHooks:
             units &= parts.hooked
             resident = tuple(sorted(u for u in units if self._onloaded_units.fixed[u]))
             if resident:
+                if resident == (hooked.get(module),):
+                    continue
                 hook = _reader(me, id(module), resident)
                 inner = all(module in inside[unit] for unit in resident)
-                hook = _uncompiled(hook) if inner else torch_private.not_compiled(hook)
+                hook = not_in_graphs(hook) if inner else not_compiled(hook)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_read_ahead(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
@@ -183,7 +192,7 @@ class ModuleHooks:
             inside = any(module in found.module.modules() for _, found in parts.running
                          if not found.direct_only)  # fmt: skip
             if units and not inside:
-                hook = torch_private.not_compiled(_before_reading_ahead(me, id(module), units))
+                hook = not_compiled(_before_reading_ahead(me, id(module), units))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
@@ -199,7 +208,7 @@ class ModuleHooks:
                     if id(p) in index_of}  # fmt: skip
             moving = tuple(sorted(u for u in mine if self._onloaded_units.streamed[u]))
             if moving and id(module) not in roots:
-                hook = _uncompiled(_stream_reader(me, id(module), moving))
+                hook = not_in_graphs(_stream_reader(me, id(module), moving))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     # -- units ----------------------------------------------------------------------------------
@@ -308,23 +317,6 @@ class ModuleHooks:
         remove_all(self._handles)
 
 
-def _uncompiled(hook: Callable[P, None]) -> Callable[P, None]:
-    """Return a hook for modules inside of a unit that does nothing in compiled code.
-
-    Code that is compiled together with such a module begins with the unit, which is shown by then,
-    and runs on the unit's stream. The hook would only break the graph. If such a module is compiled
-    alone, its hidden parameters still read their weights.
-    """
-    hook = torch_private.not_compiled(hook)
-
-    @torch_private.not_a_graph
-    def uncompiled(*args: P.args, **kwargs: P.kwargs) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            hook(*args, **kwargs)
-
-    return uncompiled
-
-
 def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hook:
     def before(called: nn.Module, _args: Any) -> None:
         hooks = me()
@@ -354,7 +346,7 @@ def _stream_reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int])
 
 
 def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any], None]:
-    @torch_private.not_compiled
+    @not_compiled
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         hooks = me()
         if hooks is not None:
@@ -364,7 +356,7 @@ def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any]
 
 
 def _root_after(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any], None]:
-    @torch_private.not_compiled
+    @not_compiled
     def after(module: nn.Module, _args: Any, output: Any) -> None:
         hooks = me()
         if hooks is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from ..movement.accelerators.pace import sleep_until
 from ..movement.compute_use import ComputeUse
 from ..planning.partition import Partition
-from ..private import torch_private
+from ..private import compile_private, torch_private
 from .hooks import differentiable
 
 
@@ -42,12 +42,12 @@ class ModelledCompute:
     def _hook(self, module: nn.Module, flops: int, backward_flops: int) -> None:
         tokens = [0]
 
-        @torch_private.not_compiled
+        @compile_private.not_compiled
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             tokens[0] = token_count((*args, *kwargs.values()))
             self._spend(flops * tokens[0])
 
-        @torch_private.not_compiled
+        @compile_private.not_compiled
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
                 return

@@ -43,7 +43,9 @@ def half_frozen(seed: int = 0) -> nn.Sequential:
 
 
 @about_sim
-@tries("offload/private/torch_private.py", "leave fullgraph=True out, or give it to single blocks")
+@tries(
+    "offload/private/compile_private.py", "leave fullgraph=True out, or give it to single blocks"
+)
 @pytest.mark.parametrize("way", ["left out", "blocks"])
 def test_compiled_models(way: str) -> None:
     torch._dynamo.reset()

@@ -61,10 +61,10 @@ def wrapped_calls(blocks: int, update: Any) -> tuple[int, int]:
         return alone, calls(model, optimizer)
 
 
-# A block has four parameters in two modules.  Measured: 294, 330 and 370; raise a bound only with a
+# A block has four parameters in two modules.  Measured: 251, 287 and 328; raise a bound only with a
 # reason.
 @pytest.mark.parametrize(
-    ("update", "most"), [("step", 298), ("next_forward", 334), ("backward", 374)]
+    ("update", "most"), [("step", 255), ("next_forward", 291), ("backward", 332)]
 )
 def test_calls_per_block(update: str, most: int) -> None:
     few, many = (wrapped_calls(blocks, update) for blocks in (2, 6))

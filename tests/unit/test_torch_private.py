@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.private import module_private
+from overspill.private import compile_private, module_private
 from overspill.private import torch_private as private
 
 
@@ -140,7 +140,7 @@ def test_persistent_buffers() -> None:
 def test_what_is_not_compiled_runs_as_it_is() -> None:
     seen: list[bool] = []
 
-    @private.not_compiled
+    @compile_private.not_compiled
     def aside(x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.compiler.is_compiling())
         return x + 1
