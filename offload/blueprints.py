@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,14 @@ from .planning.bounds import (
     step_bound,
 )
 from .planning.budgets import machine_budgets, resolve_budgets
-from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
+from .planning.choose import (
+    PlannedLayout,
+    Simulate,
+    Workload,
+    choose_layout,
+    plan_layout,
+    usual_layout,
+)
 from .planning.fitting import (
     choose_side,
     copied_if_better,
@@ -93,30 +100,37 @@ def _fields_of(
 
 def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, *more: Any, **given: Any,
+    accelerator: Accelerator, *more: Any, simulate: Simulate = "always", **given: Any,
 ) -> Blueprint:  # fmt: skip
     """Build the blueprint: everything that is decided before anything is allocated.
 
     With ``tile="auto"``, feed-forward layers run in tiles if ``tokens`` fit only then.  For further
     arguments see ``_blueprint``.
+
+    Args:
+        simulate: whether to find the fastest placement by simulation. If not, the plan is for the
+            usual placement and has no times, but shows much sooner what fits. ``"if room"``: only
+            if there is room for activations in the usual placement.
     """
 
-    def tiled(layers: tuple[nn.Module, ...]) -> Blueprint:
+    def tiled(layers: tuple[nn.Module, ...], simulate: Simulate = simulate) -> Blueprint:
         new = TiledLayers((layer, lambda: 0) for layer in layers if layer not in now)
         try:
-            made = _blueprint(model, optimizer, config, accelerator, *more, **given)
+            how = {**given, "simulate": simulate}
+            made = _blueprint(model, optimizer, config, accelerator, *more, **how)
         finally:
             new.remove()
         return replace(made, tiled=layers, shared_memory=shared_memory_of(model))
 
     now = tiled_layers(model)
-    if config.tile is None or config.tile == "auto":
-        made = tiled(now)
-        short = made.plan.detail.activations_short  # tiles save nothing else
-        if config.tile is None or not short or now or not (layers := layers_in(model)):
+    if config.tile not in (None, "auto"):
+        return tiled(require_layers(modules_named(model, config.tile, "tile")))
+    layers = layers_in(model) if config.tile == "auto" and not now else ()
+    if layers:
+        made = tiled(now, "if room" if simulate == "always" else simulate)
+        if not made.plan.detail.activations_short:  # tiles save nothing else
             return made
-        return tiled(layers)
-    return tiled(require_layers(modules_named(model, config.tile, "tile")))
+    return tiled(layers or now)
 
 
 def _blueprint(
@@ -125,6 +139,7 @@ def _blueprint(
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = False, numel: int | None = None,
     description: Mapping[str, Any] | None = None, digests: Container[int] = (),
+    simulate: Simulate = "always",
 ) -> Blueprint:  # fmt: skip
     """Build the blueprint for layers that run in tiles, or not, as they do now.
 
@@ -135,6 +150,7 @@ def _blueprint(
         numel: elements in a record of state, if a store has fixed it.
         description: the description of the store to be resumed.
         digests: the units for which its last commit has a checksum, if they are read in place.
+        simulate: see ``make_blueprint``.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer, config.weight_dtype)
@@ -163,32 +179,18 @@ def _blueprint(
             "precision='bf16' or leave master out"
         )
 
-    def planned(heads: tuple[nn.Linear, ...]) -> tuple[Workload, PlannedLayout]:
-        """Plan for heads that defer their logits."""
-        load = _workload(model, parts, config, example, heads)
-        given = replace(needs, recomputable=needs.recomputable - parts.units_of(heads))
-        if rules and (sizes := load.saved_bytes(parts.units)) is not None:
-            given = replace(given, saved_bytes=tuple(sizes))
-
-        def choose(needs: Needs) -> PlannedLayout:
-            room, depth = for_layout(budgets, needs), config.prefetch_depth
-            found = choose_layout(parts, room, needs, depth, config.rates, load, prefer)
-            return of_budgets(found, budgets, needs)
-
-        def with_updates(on_device: bool) -> Needs:
-            return _with_updates(given, updates, parts, device=on_device)
-
-        asked, chosen = choose_side(with_updates, choose, budgets, load.logits_bytes(parts.units))
-        if asked.in_place and description is None:
-            chosen = copied_if_better(chosen, asked, choose)
-        return load, chosen
-
+    choice = _Choice(
+        model, parts, config, budgets, needs, updates, example, prefer,
+        trains=bool(rules), resumes=description is not None,
+    )  # fmt: skip
     heads = require_heads(model) if config.loss == "chunked" else deferred_heads(model)
-    load, chosen = planned(heads)
-    if config.loss == "auto" and not heads:
-        short = short_for_activations(chosen, chosen.needs, budgets, load.logits_bytes(parts.units))
-        if short is not None and (heads := heads_in(model)):
-            load, chosen = planned(heads)
+    deferrable = heads_in(model) if config.loss == "auto" and not heads else ()
+    load, chosen = choice.of(heads, "if room" if deferrable and simulate == "always" else simulate)
+    if deferrable and short_for_activations(
+        chosen, chosen.needs, budgets, load.logits_bytes(parts.units)
+    ):
+        heads = deferrable
+        load, chosen = choice.of(heads, simulate)
     others: Mapping[str, float] = {}
     if coupled is not None:
         chosen = _because_coupled(chosen, coupled)
@@ -199,6 +201,71 @@ def _blueprint(
     if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
         plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources, heads)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The choice of a layout for given parts, budgets and needs; see ``_blueprint``.
+
+    Attributes:
+        trains: whether there is an optimizer.
+        resumes: whether the run is resumed from a store, which fixes what is read in place.
+    """
+
+    model: nn.Module
+    parts: Partition
+    config: OffloadConfig
+    budgets: Budgets
+    needs: Needs
+    updates: WholeUpdates
+    example: Callable[[], torch.Tensor] | None
+    prefer: Preference | None
+    trains: bool
+    resumes: bool
+
+    def of(
+        self, heads: tuple[nn.Linear, ...], simulate: Simulate
+    ) -> tuple[Workload, PlannedLayout]:
+        """Return the compute and the layout if these heads defer their logits."""
+        units = self.parts.units
+        load = _workload(self.model, self.parts, self.config, self.example, heads)
+        needs = replace(
+            self.needs, recomputable=self.needs.recomputable - self.parts.units_of(heads)
+        )
+        if self.trains and (sizes := load.saved_bytes(units)) is not None:
+            needs = replace(needs, saved_bytes=tuple(sizes))
+        if simulate != "always":
+            usual = self._placed(needs, load, simulated=False)
+            logits = load.logits_bytes(units)
+            if simulate == "never" or short_for_activations(
+                usual, usual.needs, self.budgets, logits
+            ):
+                return load, usual
+        return load, self._placed(needs, load, simulated=True)
+
+    def _placed(self, needs: Needs, load: Workload, *, simulated: bool) -> PlannedLayout:
+        """Return the fastest layout, or the usual one without its times."""
+        parts, budgets, config = self.parts, self.budgets, self.config
+
+        def choose(needs: Needs) -> PlannedLayout:
+            room, depth = for_layout(budgets, needs), config.prefetch_depth
+            if simulated:
+                found = choose_layout(parts, room, needs, depth, config.rates, load, self.prefer)
+            else:
+                found = usual_layout(parts, room, needs, depth, self.prefer)
+            return of_budgets(found, budgets, needs)
+
+        def with_updates(on_device: bool) -> Needs:
+            host, there, matrices = self.updates.memory(parts, device=on_device)
+            return replace(
+                needs, update_bytes=host, device_update_bytes=there, matrices_visit=matrices
+            )
+
+        logits = load.logits_bytes(parts.units)
+        asked, chosen = choose_side(with_updates, choose, budgets, logits)
+        if asked.in_place and not self.resumes:
+            chosen = copied_if_better(chosen, asked, choose)
+        return chosen
 
 
 def _workload(
@@ -327,12 +394,6 @@ def updates_of(
 ) -> WholeUpdates:
     groups, masters = optimizer.param_groups, partial(master_of, config=config)
     return WholeUpdates(rules, groups, masters, config.moments)
-
-
-def _with_updates(needs: Needs, updates: WholeUpdates, parts: Partition, *, device: bool) -> Needs:
-    """Return needs with the memory of updates, of which a device runs those of matrices."""
-    host, there, matrices = updates.memory(parts, device=device)
-    return replace(needs, update_bytes=host, device_update_bytes=there, matrices_visit=matrices)
 
 
 def _because_coupled(chosen: PlannedLayout, rule: CoupledRule) -> PlannedLayout:

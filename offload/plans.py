@@ -27,6 +27,7 @@ from .planning.bounds import (
     updated_on_device,
 )
 from .planning.budgets import require_directories
+from .planning.choose import Simulate
 from .planning.plan import Plan, Preference
 from .private import buffers_private
 
@@ -35,9 +36,9 @@ def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any], *,
     machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = True,
+    every_update: bool = True, simulate: Simulate = "always",
 ) -> Plan:  # fmt: skip
-    """Implement ``plan``; for the last three arguments see ``make_blueprint``."""
+    """Implement ``plan``; for the last four arguments see ``make_blueprint``."""
     config = OffloadConfig.from_options(options_for(machine, options))
     end_unused()
     if optimizer is None:
@@ -49,8 +50,9 @@ def make_plan(
         buffers_private.promote(model, promoted)
         config, _ = calibrated(model, optimizer, config, accelerator, remeasure=measure)
         made = make_blueprint(
-            model, optimizer, config, accelerator, machine, example, prefer, every_update
-        ).plan
+            model, optimizer, config, accelerator, machine, example, prefer, every_update,
+            simulate=simulate,
+        ).plan  # fmt: skip
         if machine is not None:
             _refuse_unknown_rates(made, machine, computes=config.tokens > 0)
         return made

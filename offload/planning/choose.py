@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..facts.rates import Rates
 from ..schedule.layout import Layout
@@ -20,6 +21,7 @@ from .recompute_choice import NOTHING, Recomputed, choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried if the caller sets none; the default first
+Simulate = Literal["always", "if room", "never"]  # see make_blueprint
 AS_USUAL = Preference()
 OTHERS = (
     Preference(("weights", "state", "gradients")),
@@ -151,6 +153,15 @@ def choose_layout(
             )
             best = replace(best, prefer=prefer)
     return plan_layout(parts, budgets, best, rates, load)
+
+
+def usual_layout(
+    parts: Partition, budgets: Budgets, needs: Needs, depth: int | None, prefer: Preference | None
+) -> PlannedLayout:
+    """Return the layout with the usual placement and depth, or those given, without its times."""
+    needs = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
+    layout, disk, shortfalls = make_layout(parts, budgets, needs)
+    return PlannedLayout(layout, disk, shortfalls, {}, None, None, needs)
 
 
 def _best_needs(

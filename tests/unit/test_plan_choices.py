@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from overspill.cli.app import app
 from overspill.facts.machine import Machine
+from overspill.planning import choose
+from overspill.schedule.layout import Layout
 from overspill.train import shapes
 from overspill.train.choices import Choice, choices, largest, model_for, recipes
 from overspill.train.gains import planner
@@ -173,3 +176,22 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     muon, rest = ({names[p] for p in group["params"]} for group in joint.param_groups)
     assert len(muon) == 24 * 4 and all(".h." in name and "weight" in name for name in muon)
     assert any("wte" in name for name in rest) and any("wpe" in name for name in rest)
+
+
+def test_only_plans_that_are_shown_are_simulated(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated: list[Layout] = []
+    real = choose.plan_layout
+
+    def plan_layout(*given: Any) -> choose.PlannedLayout:
+        planned = real(*given)
+        if planned.step_s is not None:
+            simulated.append(planned.layout)
+        return planned
+
+    monkeypatch.setattr(choose, "plan_layout", plan_layout)
+    # In the least host memory, activations fit only with tiles and a loss in chunks.
+    shown = choices(MODEL, OPTIONS, replace(machine, device_memory=None), 8192)
+    assert any(each.plan.detail.tiled for each in shown if each.least)
+    assert simulated == [each.plan.detail.layout for each in shown]
