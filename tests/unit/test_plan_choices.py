@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.facts.machine import Machine
 from overspill.planning import choose
+from overspill.plans import make_plan
 from overspill.schedule.layout import Layout
 from overspill.train import shapes
 from overspill.train.choices import Choice, choices, largest, model_for, recipes
@@ -178,20 +179,46 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     assert any("wte" in name for name in rest) and any("wpe" in name for name in rest)
 
 
-def test_only_plans_that_are_shown_are_simulated(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    simulated: list[Layout] = []
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """The layouts whose steps have been simulated to the end."""
+    layouts: list[Layout] = []
     real = choose.plan_layout
 
     def plan_layout(*given: Any) -> choose.PlannedLayout:
         planned = real(*given)
         if planned.step_s is not None:
-            simulated.append(planned.layout)
+            layouts.append(planned.layout)
         return planned
 
     monkeypatch.setattr(choose, "plan_layout", plan_layout)
-    # In the least host memory, activations fit only with tiles and a loss in chunks.
-    shown = choices(MODEL, OPTIONS, replace(machine, device_memory=None), 8192)
-    assert any(each.plan.detail.tiled for each in shown if each.least)
+    return layouts
+
+
+def test_only_plans_that_are_shown_are_simulated(machine: Machine, simulated: list[Layout]) -> None:
+    small = replace(machine, device_memory=None)
+    shown = choices(MODEL, OPTIONS, small, 8192)
     assert simulated == [each.plan.detail.layout for each in shown]
+    tiled = [each for each in shown if each.plan.detail.tiled]
+    assert tiled and all(each.least for each in tiled)
+    for each in tiled:
+        simulated.clear()
+        make = planner(model_for(MODEL, each.recipe.lora_rank), {**OPTIONS, **each.recipe.options})
+        assert each.plan.detail.budgets is not None
+        host = {"host_memory": each.plan.detail.budgets.host, "every_update": False}
+        assert make(small, 8192, host).step_s == each.plan.step_s
+        assert simulated == [each.plan.detail.layout]
+
+
+@pytest.mark.parametrize(("host", "chunks"), [("4GiB", True), ("8GiB", False)])
+def test_a_loss_in_chunks_is_chosen_before_simulation(
+    machine: Machine, simulated: list[Layout], host: str, chunks: bool
+) -> None:
+    model = model_for(MODEL, 16)
+    given = {**OPTIONS, "tokens": 8192, "host_memory": host, "loss": "auto"}
+    made = make_plan(
+        model, skeleton_optimizer(model, "adamw"), given, every_update=False,
+        machine=replace(machine, device_memory=None),
+    )  # fmt: skip
+    assert made.fits and made.detail.loss_in_chunks == chunks
+    assert simulated == [made.detail.layout]
