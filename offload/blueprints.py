@@ -42,11 +42,10 @@ from .planning.bounds import (
 from .planning.budgets import machine_budgets, resolve_budgets
 from .planning.choose import (
     PlannedLayout,
-    Simulate,
     Workload,
     choose_layout,
+    layout_with_room,
     plan_layout,
-    usual_layout,
 )
 from .planning.fitting import (
     choose_side,
@@ -100,7 +99,7 @@ def _fields_of(
 
 def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, *more: Any, simulate: Simulate = "always", **given: Any,
+    accelerator: Accelerator, *more: Any, unless_short: bool = False, **given: Any,
 ) -> Blueprint:  # fmt: skip
     """Build the blueprint: everything that is decided before anything is allocated.
 
@@ -108,15 +107,14 @@ def make_blueprint(
     arguments see ``_blueprint``.
 
     Args:
-        simulate: whether to find the fastest placement by simulation. If not, the plan is for the
-            usual placement and has no times, but shows much sooner what fits. ``"if room"``: only
-            if there is room for activations in the usual placement.
+        unless_short: simulate nothing if no layout has room for activations. The plan then has no
+            times, but shows much sooner what is short.
     """
 
-    def tiled(layers: tuple[nn.Module, ...], simulate: Simulate = simulate) -> Blueprint:
+    def tiled(layers: tuple[nn.Module, ...], unless_short: bool = unless_short) -> Blueprint:
         new = TiledLayers((layer, lambda: 0) for layer in layers if layer not in now)
         try:
-            how = {**given, "simulate": simulate}
+            how = {**given, "unless_short": unless_short}
             made = _blueprint(model, optimizer, config, accelerator, *more, **how)
         finally:
             new.remove()
@@ -127,7 +125,7 @@ def make_blueprint(
         return tiled(require_layers(modules_named(model, config.tile, "tile")))
     layers = layers_in(model) if config.tile == "auto" and not now else ()
     if layers:
-        made = tiled(now, "if room" if simulate == "always" else simulate)
+        made = tiled(now, unless_short=True)
         if not made.plan.detail.activations_short:  # tiles save nothing else
             return made
     return tiled(layers or now)
@@ -139,7 +137,7 @@ def _blueprint(
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = False, numel: int | None = None,
     description: Mapping[str, Any] | None = None, digests: Container[int] = (),
-    simulate: Simulate = "always",
+    unless_short: bool = False,
 ) -> Blueprint:  # fmt: skip
     """Build the blueprint for layers that run in tiles, or not, as they do now.
 
@@ -150,7 +148,7 @@ def _blueprint(
         numel: elements in a record of state, if a store has fixed it.
         description: the description of the store to be resumed.
         digests: the units for which its last commit has a checksum, if they are read in place.
-        simulate: see ``make_blueprint``.
+        unless_short: see ``make_blueprint``.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer, config.weight_dtype)
@@ -185,12 +183,12 @@ def _blueprint(
     )  # fmt: skip
     heads = require_heads(model) if config.loss == "chunked" else deferred_heads(model)
     deferrable = heads_in(model) if config.loss == "auto" and not heads else ()
-    load, chosen = choice.of(heads, "if room" if deferrable and simulate == "always" else simulate)
+    load, chosen = choice.of(heads, unless_short=unless_short or bool(deferrable))
     if deferrable and short_for_activations(
         chosen, chosen.needs, budgets, load.logits_bytes(parts.units)
     ):
         heads = deferrable
-        load, chosen = choice.of(heads, simulate)
+        load, chosen = choice.of(heads, unless_short=unless_short)
     others: Mapping[str, float] = {}
     if coupled is not None:
         chosen = _because_coupled(chosen, coupled)
@@ -224,7 +222,7 @@ class _Choice:
     resumes: bool
 
     def of(
-        self, heads: tuple[nn.Linear, ...], simulate: Simulate
+        self, heads: tuple[nn.Linear, ...], *, unless_short: bool
     ) -> tuple[Workload, PlannedLayout]:
         """Return the compute and the layout if these heads defer their logits."""
         units = self.parts.units
@@ -234,17 +232,18 @@ class _Choice:
         )
         if self.trains and (sizes := load.saved_bytes(units)) is not None:
             needs = replace(needs, saved_bytes=tuple(sizes))
-        if simulate != "always":
-            usual = self._placed(needs, load, simulated=False)
-            logits = load.logits_bytes(units)
-            if simulate == "never" or short_for_activations(
-                usual, usual.needs, self.budgets, logits
-            ):
-                return load, usual
+        if unless_short and self._is_short(
+            draft := self._placed(needs, load, simulated=False), load
+        ):
+            return load, draft
         return load, self._placed(needs, load, simulated=True)
 
+    def _is_short(self, planned: PlannedLayout, load: Workload) -> bool:
+        logits = load.logits_bytes(self.parts.units)
+        return short_for_activations(planned, planned.needs, self.budgets, logits) is not None
+
     def _placed(self, needs: Needs, load: Workload, *, simulated: bool) -> PlannedLayout:
-        """Return the fastest layout, or the usual one without its times."""
+        """Return the fastest layout, or one without times; see ``layout_with_room``."""
         parts, budgets, config = self.parts, self.budgets, self.config
 
         def choose(needs: Needs) -> PlannedLayout:
@@ -252,7 +251,14 @@ class _Choice:
             if simulated:
                 found = choose_layout(parts, room, needs, depth, config.rates, load, self.prefer)
             else:
-                found = usual_layout(parts, room, needs, depth, self.prefer)
+                found = layout_with_room(
+                    parts,
+                    room,
+                    needs,
+                    depth,
+                    self.prefer,
+                    lambda made: not self._is_short(made, load),
+                )
             return of_budgets(found, budgets, needs)
 
         def with_updates(on_device: bool) -> Needs:

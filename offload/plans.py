@@ -27,7 +27,6 @@ from .planning.bounds import (
     updated_on_device,
 )
 from .planning.budgets import require_directories
-from .planning.choose import Simulate
 from .planning.plan import Plan, Preference
 from .private import buffers_private
 
@@ -36,7 +35,7 @@ def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any], *,
     machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = True, simulate: Simulate = "always",
+    every_update: bool = True, unless_short: bool = False,
 ) -> Plan:  # fmt: skip
     """Implement ``plan``; for the last four arguments see ``make_blueprint``."""
     config = OffloadConfig.from_options(options_for(machine, options))
@@ -51,7 +50,7 @@ def make_plan(
         config, _ = calibrated(model, optimizer, config, accelerator, remeasure=measure)
         made = make_blueprint(
             model, optimizer, config, accelerator, machine, example, prefer, every_update,
-            simulate=simulate,
+            unless_short=unless_short,
         ).plan  # fmt: skip
         if machine is not None:
             _refuse_unknown_rates(made, machine, computes=config.tokens > 0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ..facts.rates import Rates
 from ..schedule.layout import Layout
@@ -21,7 +20,6 @@ from .recompute_choice import NOTHING, Recomputed, choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried if the caller sets none; the default first
-Simulate = Literal["always", "if room", "never"]  # see make_blueprint
 AS_USUAL = Preference()
 OTHERS = (
     Preference(("weights", "state", "gradients")),
@@ -155,13 +153,36 @@ def choose_layout(
     return plan_layout(parts, budgets, best, rates, load)
 
 
-def usual_layout(
-    parts: Partition, budgets: Budgets, needs: Needs, depth: int | None, prefer: Preference | None
+def layout_with_room(
+    parts: Partition,
+    budgets: Budgets,
+    needs: Needs,
+    depth: int | None,
+    prefer: Preference | None,
+    has_room: Callable[[PlannedLayout], bool],
 ) -> PlannedLayout:
-    """Return the layout with the usual placement and depth, or those given, without its times."""
-    needs = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
-    layout, disk, shortfalls = make_layout(parts, budgets, needs)
-    return PlannedLayout(layout, disk, shortfalls, {}, None, None, needs)
+    """Return the usual layout, or if it has no room for activations, another one that has.
+
+    No steps are simulated. If no layout that ``choose_layout`` may choose has room, the usual one
+    is returned.
+    """
+    others = (*OTHERS, Preference(share=SMALLER_SHARE)) if budgets.nvme is not None else ()
+    if budgets.device is not None:
+        shares = tuple(Preference(device=share) for share in DEVICE_SHARES)
+        others = (*others, Preference(beside=True), *shares)
+    usual: PlannedLayout | None = None
+    for tried in (prefer,) if prefer is not None else (AS_USUAL, *others):
+        for each in (depth,) if depth is not None else (DEFAULT_DEPTH, min(DEPTHS)):
+            made = replace(needs, prefetch_depth=each, prefer=tried)
+            layout, disk, shortfalls = make_layout(parts, budgets, made)
+            planned = PlannedLayout(layout, disk, shortfalls, {}, None, None, made)
+            usual = usual or planned
+            if not shortfalls and has_room(planned):
+                return planned
+            if usual.shortfalls:
+                return usual
+    assert usual is not None
+    return usual
 
 
 def _best_needs(

@@ -117,7 +117,7 @@ def least_budget(
     budget, lacked = LEAST, 0
     for _ in range(TRIES):
         more = {**others, f"{tier.value}_memory": budget, "every_update": False}
-        made = make(machine, tokens, {**more, "simulate": "if room"})
+        made = make(machine, tokens, {**more, "unless_short": True})
         if made.fits:
             return made
         lacks = sum(short.missing_bytes for short in made.shortfalls)

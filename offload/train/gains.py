@@ -22,7 +22,7 @@ from .skeletons import skeleton_optimizer
 GIB = 1 << 30
 MORE_HOST, MORE_DISKS = "one GiB more of host memory", "one more disk"
 LARGER_BATCH = "twice the micro-batch and half the accumulation"
-HOW = ("measure", "prefer", "every_update", "simulate")  # what is no option of ``wrap``
+HOW = ("measure", "prefer", "every_update", "unless_short")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], Plan]
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.facts.machine import Machine
 from overspill.planning import choose
+from overspill.planning.plan import Plan
 from overspill.plans import make_plan
 from overspill.schedule.layout import Layout
 from overspill.train import shapes
@@ -222,3 +223,24 @@ def test_a_loss_in_chunks_is_chosen_before_simulation(
     )  # fmt: skip
     assert made.fits and made.detail.loss_in_chunks == chunks
     assert simulated == [made.detail.layout]
+
+
+def test_layers_run_in_tiles_only_if_no_layout_has_room_without(
+    machine: Machine, simulated: list[Layout]
+) -> None:
+    model = model_for("llama-30m", 8)
+
+    def made(host_memory: int) -> Plan:
+        given = {
+            "precision": "bf16", "loss": "auto", "tile": "auto", "tokens": 2048, "durable": False,
+            "activations": "host", "update": "backward", "frozen": "int8",
+            "device_memory": 160_679_981, "host_memory": host_memory,
+        }  # fmt: skip
+        optimizer = skeleton_optimizer(model, "adamw")
+        return make_plan(model, optimizer, given, machine=machine, every_update=False)
+
+    least = made(434_652_865)  # the usual layout, which prefetches more, has no room
+    assert least.fits and not least.detail.tiled and least.detail.layout is not None
+    assert least.detail.layout.prefetch_depth == 1 and simulated == [least.detail.layout]
+    less = made(400_000_000)
+    assert less.fits and less.detail.tiled
