@@ -13,12 +13,20 @@ from typer.testing import CliRunner
 
 from overspill.cli.app import app
 from overspill.facts.machine import Machine
+from overspill.facts.tier import Tier
 from overspill.planning import choose
 from overspill.planning.plan import Plan
 from overspill.plans import make_plan
 from overspill.schedule.layout import Layout
 from overspill.train import shapes
-from overspill.train.choices import Choice, choices, largest, model_for, recipes
+from overspill.train.choices import (
+    Choice,
+    choices,
+    largest,
+    least_budget,
+    model_for,
+    recipes,
+)
 from overspill.train.gains import planner
 from overspill.train.shapes import plan_model
 from overspill.train.skeletons import add_lora, skeleton_optimizer
@@ -196,19 +204,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     return layouts
 
 
-def test_only_plans_that_are_shown_are_simulated(machine: Machine, simulated: list[Layout]) -> None:
+def test_only_plans_that_fit_are_simulated(machine: Machine, simulated: list[Layout]) -> None:
     small = replace(machine, device_memory=None)
-    shown = choices(MODEL, OPTIONS, small, 8192)
-    assert simulated == [each.plan.detail.layout for each in shown]
-    tiled = [each for each in shown if each.plan.detail.tiled]
-    assert tiled and all(each.least for each in tiled)
-    for each in tiled:
-        simulated.clear()
-        make = planner(model_for(MODEL, each.recipe.lora_rank), {**OPTIONS, **each.recipe.options})
-        assert each.plan.detail.budgets is not None
-        host = {"host_memory": each.plan.detail.budgets.host, "every_update": False}
-        assert make(small, 8192, host).step_s == each.plan.step_s
-        assert simulated == [each.plan.detail.layout]
+    make = planner(model_for(MODEL, 16), OPTIONS)
+    least = least_budget(make, small, 8192, Tier.HOST)
+    assert least is not None and least.detail.budgets is not None
+    assert least.detail.tiled  # activations fit only with tiles
+    assert simulated == [least.detail.layout]
+    simulated.clear()
+    host = {"host_memory": least.detail.budgets.host, "every_update": False}
+    assert make(small, 8192, host).step_s == least.step_s
+    assert simulated == [least.detail.layout]
 
 
 @pytest.mark.parametrize(("host", "chunks"), [("4GiB", True), ("8GiB", False)])
