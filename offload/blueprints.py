@@ -183,12 +183,10 @@ def _blueprint(
     )  # fmt: skip
     heads = require_heads(model) if config.loss == "chunked" else deferred_heads(model)
     deferrable = heads_in(model) if config.loss == "auto" and not heads else ()
-    load, chosen = choice.of(heads, unless_short=unless_short or bool(deferrable))
-    if deferrable and short_for_activations(
-        chosen, chosen.needs, budgets, load.logits_bytes(parts.units)
-    ):
+    load, chosen = choice.for_heads(heads, unless_short=unless_short or bool(deferrable))
+    if deferrable and choice.is_short(chosen, load):
         heads = deferrable
-        load, chosen = choice.of(heads, unless_short=unless_short)
+        load, chosen = choice.for_heads(heads, unless_short=unless_short)
     others: Mapping[str, float] = {}
     if coupled is not None:
         chosen = _because_coupled(chosen, coupled)
@@ -221,7 +219,7 @@ class _Choice:
     trains: bool
     resumes: bool
 
-    def of(
+    def for_heads(
         self, heads: tuple[nn.Linear, ...], *, unless_short: bool
     ) -> tuple[Workload, PlannedLayout]:
         """Return the compute and the layout if these heads defer their logits."""
@@ -232,13 +230,14 @@ class _Choice:
         )
         if self.trains and (sizes := load.saved_bytes(units)) is not None:
             needs = replace(needs, saved_bytes=tuple(sizes))
-        if unless_short and self._is_short(
-            draft := self._placed(needs, load, simulated=False), load
-        ):
-            return load, draft
+        if unless_short:
+            draft = self._placed(needs, load, simulated=False)
+            if self.is_short(draft, load):
+                return load, draft
         return load, self._placed(needs, load, simulated=True)
 
-    def _is_short(self, planned: PlannedLayout, load: Workload) -> bool:
+    def is_short(self, planned: PlannedLayout, load: Workload) -> bool:
+        """Return whether a layout that fits has too little room for activations."""
         logits = load.logits_bytes(self.parts.units)
         return short_for_activations(planned, planned.needs, self.budgets, logits) is not None
 
@@ -251,15 +250,11 @@ class _Choice:
             if simulated:
                 found = choose_layout(parts, room, needs, depth, config.rates, load, self.prefer)
             else:
-                found = layout_with_room(
-                    parts,
-                    room,
-                    needs,
-                    depth,
-                    self.prefer,
-                    lambda made: not self._is_short(made, load),
-                )
+                found = layout_with_room(parts, room, needs, depth, self.prefer, has_room)
             return of_budgets(found, budgets, needs)
+
+        def has_room(layout: PlannedLayout) -> bool:
+            return not self.is_short(layout, load)
 
         def with_updates(on_device: bool) -> Needs:
             host, there, matrices = self.updates.memory(parts, device=on_device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..facts.rates import Rates
@@ -161,28 +162,28 @@ def layout_with_room(
     prefer: Preference | None,
     has_room: Callable[[PlannedLayout], bool],
 ) -> PlannedLayout:
-    """Return the usual layout, or if it has no room for activations, another one that has.
+    """Return the usual layout, or if it has no room for activations, the first one that has.
 
-    No steps are simulated. If no layout that ``choose_layout`` may choose has room, the usual one
-    is returned.
+    No steps are simulated. The layouts are those that ``choose_layout`` tries on their own, not
+    their combinations. If none has room, the usual one is returned.
     """
-    others = (*OTHERS, Preference(share=SMALLER_SHARE)) if budgets.nvme is not None else ()
-    if budgets.device is not None:
-        shares = tuple(Preference(device=share) for share in DEVICE_SHARES)
-        others = (*others, Preference(beside=True), *shares)
-    usual: PlannedLayout | None = None
-    for tried in (prefer,) if prefer is not None else (AS_USUAL, *others):
-        for each in (depth,) if depth is not None else (DEFAULT_DEPTH, min(DEPTHS)):
-            made = replace(needs, prefetch_depth=each, prefer=tried)
+    preferences = [prefer or AS_USUAL]
+    if prefer is None and budgets.nvme is not None:
+        preferences += [*OTHERS, Preference(share=SMALLER_SHARE)]
+    if prefer is None and budgets.device is not None:
+        preferences += [Preference(beside=True), *(Preference(device=x) for x in DEVICE_SHARES)]
+    depths = (DEFAULT_DEPTH, min(DEPTHS)) if depth is None else (depth,)
+
+    def layouts() -> Iterator[PlannedLayout]:
+        for tried, ahead in itertools.product(preferences, depths):
+            made = replace(needs, prefetch_depth=ahead, prefer=tried)
             layout, disk, shortfalls = make_layout(parts, budgets, made)
-            planned = PlannedLayout(layout, disk, shortfalls, {}, None, None, made)
-            usual = usual or planned
-            if not shortfalls and has_room(planned):
-                return planned
-            if usual.shortfalls:
-                return usual
-    assert usual is not None
-    return usual
+            yield PlannedLayout(layout, disk, shortfalls, {}, None, None, made)
+
+    usual = next(layouts())
+    if usual.shortfalls:
+        return usual
+    return next((each for each in layouts() if not each.shortfalls and has_room(each)), usual)
 
 
 def _best_needs(

@@ -30,8 +30,6 @@ def not_compiled(function: F) -> F:
     @functools.wraps(function)
     def as_it_is(*args: Any, **more: Any) -> Any:
         before = set_eval_frame(None)
-        if before is None:  # as it is without torch.compile
-            return function(*args, **more)
         try:
             return function(*args, **more)
         finally:
@@ -53,9 +51,9 @@ def not_in_graphs(hook: Callable[P, None]) -> Callable[P, None]:
 
     Code that is compiled together with such a module begins with the unit, which is shown by then,
     and runs on the unit's stream. The hook would only break the graph. If such a module is compiled
-    alone, its hidden parameters still read their weights.
+    alone, its parameters still read their weights if they are resident.
 
-    Elsewhere it runs without tracing, as with ``not_compiled``.
+    Outside of compiled code it runs without tracing, as with ``not_compiled``.
     """
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
@@ -64,9 +62,6 @@ def not_in_graphs(hook: Callable[P, None]) -> Callable[P, None]:
         if torch.compiler.is_dynamo_compiling():
             return
         before = set_eval_frame(None)
-        if before is None:
-            hook(*args, **kwargs)
-            return
         try:
             hook(*args, **kwargs)
         finally:

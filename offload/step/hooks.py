@@ -149,7 +149,7 @@ class ModuleHooks:
         parameter of it.
 
         Args:
-            hooked: modules whose own hooks bring their unit up to date.
+            hooked: modules whose hooks bring a unit up to date, and that unit.
         """
         parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
@@ -168,9 +168,7 @@ class ModuleHooks:
         for module, units in readers.items():
             units &= parts.hooked
             resident = tuple(sorted(u for u in units if self._onloaded_units.fixed[u]))
-            if resident:
-                if resident == (hooked.get(module),):
-                    continue
+            if resident and resident != (hooked.get(module),):
                 hook = _reader(me, id(module), resident)
                 inner = all(module in inside[unit] for unit in resident)
                 hook = not_in_graphs(hook) if inner else not_compiled(hook)
