@@ -107,7 +107,7 @@ def make_blueprint(
     arguments see ``_blueprint``.
 
     Args:
-        unless_short: simulate nothing if no layout has room for activations. The plan then has no
+        unless_short: if no layout has room for activations, simulate none. The plan then has no
             times, but shows much sooner what is short.
     """
 
@@ -126,7 +126,7 @@ def make_blueprint(
     layers = layers_in(model) if config.tile == "auto" and not now else ()
     if layers:
         made = tiled(now, unless_short=True)
-        if not made.plan.detail.activations_short:  # tiles save nothing else
+        if not made.plan.detail.activations_short:  # tiles reduce nothing else
             return made
     return tiled(layers or now)
 
@@ -429,7 +429,7 @@ def _plan_of(
     fits, links, bound = not shortfalls, dict(chosen.link_bytes), None
     if load.wire_bytes and links:
         links["wire"] = load.wire_bytes * config.accumulate
-    if rates is not None and not chosen.shortfalls:
+    if rates is not None and chosen.simulated is not None:
         bound = step_bound(
             layout, links, rates, update=needs.update, micro_steps=config.accumulate,
             tokens=load.tokens * config.accumulate,

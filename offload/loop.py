@@ -179,7 +179,7 @@ class Loop:
         if before is not torch.is_grad_enabled() or in_backward() or self._weights.lent():
             self.catch_up(unit)
         else:
-            self._executor.health.check()
+            self.require()
             self._trainer.claim()
             self._onloaded_units.use_here(self._onloaded_units.groups[unit])
 

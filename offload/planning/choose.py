@@ -164,8 +164,9 @@ def layout_with_room(
 ) -> PlannedLayout:
     """Return the usual layout, or if it has no room for activations, the first one that has.
 
-    No steps are simulated. The layouts are those that ``choose_layout`` tries on their own, not
-    their combinations. If none has room, the usual one is returned.
+    No steps are simulated. The placements of ``choose_layout`` are tried one at a time, except
+    updates on the device of state from host memory, with the usual and the smallest depth. If none
+    has room, the usual layout is returned.
     """
     preferences = [prefer or AS_USUAL]
     if prefer is None and budgets.nvme is not None:
@@ -180,10 +181,11 @@ def layout_with_room(
             layout, disk, shortfalls = make_layout(parts, budgets, made)
             yield PlannedLayout(layout, disk, shortfalls, {}, None, None, made)
 
-    usual = next(layouts())
-    if usual.shortfalls:
+    others = layouts()
+    usual = next(others)
+    if usual.shortfalls or has_room(usual):
         return usual
-    return next((each for each in layouts() if not each.shortfalls and has_room(each)), usual)
+    return next((each for each in others if not each.shortfalls and has_room(each)), usual)
 
 
 def _best_needs(

@@ -49,11 +49,11 @@ def not_compiled(function: F) -> F:
 def not_in_graphs(hook: Callable[P, None]) -> Callable[P, None]:
     """Make a hook of modules inside of a unit do nothing in compiled code.
 
-    Code that is compiled together with such a module begins with the unit, which is shown by then,
-    and runs on the unit's stream. The hook would only break the graph. If such a module is compiled
-    alone, its parameters still read their weights if they are resident.
+    Elsewhere it runs without tracing, as with ``not_compiled``.
 
-    Outside of compiled code it runs without tracing, as with ``not_compiled``.
+    Code that is compiled together with such a module begins with the unit, whose weights are there
+    by then, and runs on the unit's stream. The hook would only break the graph. If such a module is
+    compiled alone, its parameters still read their weights if they are resident.
     """
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 

@@ -149,7 +149,7 @@ class ModuleHooks:
         parameter of it.
 
         Args:
-            hooked: modules whose hooks bring a unit up to date, and that unit.
+            hooked: by module, the unit that its hooks bring up to date; it needs no other hook.
         """
         parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}

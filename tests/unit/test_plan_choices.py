@@ -217,6 +217,18 @@ def test_only_plans_that_fit_are_simulated(machine: Machine, simulated: list[Lay
     assert simulated == [least.detail.layout]
 
 
+def test_a_plan_that_is_not_simulated_has_no_times(
+    machine: Machine, simulated: list[Layout]
+) -> None:
+    make = planner(model_for(MODEL, 16), OPTIONS)
+    small, short = replace(machine, device_memory=None), {"host_memory": "1100MiB"}
+    made = make(small, 8192, {**short, "unless_short": True})
+    assert not made.fits and made.detail.activations_short and simulated == []
+    assert (made.step_s, made.bound_s, made.bottleneck) == (None, None, None)
+    whole = make(small, 8192, short)
+    assert whole.shortfalls == made.shortfalls and whole.step_s and whole.bound_s
+
+
 @pytest.mark.parametrize(("host", "chunks"), [("4GiB", True), ("8GiB", False)])
 def test_a_loss_in_chunks_is_chosen_before_simulation(
     machine: Machine, simulated: list[Layout], host: str, chunks: bool

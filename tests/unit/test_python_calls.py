@@ -61,7 +61,7 @@ def wrapped_calls(blocks: int, update: Any) -> tuple[int, int]:
         return alone, calls(model, optimizer)
 
 
-# A block has four parameters in two modules.  Measured: 251, 287 and 328; raise a bound only with a
+# A block has four parameters in two modules.  Measured: 253, 289 and 330; raise a bound only with a
 # reason.
 @pytest.mark.parametrize(
     ("update", "most"), [("step", 255), ("next_forward", 291), ("backward", 332)]
